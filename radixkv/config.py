@@ -1,0 +1,106 @@
+"""The settings of an engine and of a server: names, units, defaults and what is refused.
+
+Knows nothing of files or flags: ``service/config.py`` reads those, once, into these records.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from radixkv.errors import InvalidConfig
+
+DTYPES = ("auto", "bfloat16", "float32")
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str | int, name: str = "size") -> int:
+    """Read ``"1GiB"``, ``"512 MB"`` or a number of bytes; raise InvalidConfig naming ``name``."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if m is None or m[2].lower() not in _UNITS:
+        raise InvalidConfig(
+            f"{name} is {text!r}; wanted a number of bytes or a size such as 512MiB, 1GiB or 2GB"
+        )
+    return int(float(m[1]) * _UNITS[m[2].lower()])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is built from. Each field is also a flag and a TOML key."""
+
+    model: str = "smollm2"
+    """``smollm2``, a directory, a hub name, or a ``.gguf`` file."""
+    kv_memory: int = 2**30
+    """Bytes of device memory for KV blocks."""
+    block_size: int = 16
+    """Tokens a block; small blocks share more finely, large ones cost less bookkeeping."""
+    max_batch_tokens: int = 512
+    """Tokens of one forward pass; longer prefills are cut into chunks of at most this."""
+    max_num_seqs: int = 64
+    """Sequences that run at once."""
+    max_queue: int = 1024
+    """Requests that may wait; one more is refused with 429."""
+    dtype: str = "auto"
+    """``auto`` is bfloat16 where the device has bf16 matrix units, float32 elsewhere."""
+    max_model_len: int | None = None
+    """Tokens of context; None is the model's own, both capped by what the KV memory holds."""
+    prefix_cache: bool = True
+    """False: blocks are never shared between requests and are freed when a request ends."""
+    force_miss: bool = False
+    """True: the cache runs in full but every look-up misses (a control for measurements)."""
+    device: str = "auto"
+    """``auto`` is cuda where there is one, else cpu."""
+    num_threads: int | None = None
+    """Compute threads on the CPU; None leaves torch's own choice."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("kv_memory", 1, 2**50),
+            ("block_size", 1, 256),
+            ("max_batch_tokens", 1, 2**20),
+            ("max_num_seqs", 1, 4096),
+            ("max_queue", 0, 2**20),
+        ):
+            _expect_int(name, getattr(self, name), low, high)
+        if self.max_model_len is not None:
+            _expect_int("max_model_len", self.max_model_len, 2, 2**24)
+        if self.num_threads is not None:
+            _expect_int("num_threads", self.num_threads, 1, 1024)
+        if self.dtype not in DTYPES:
+            raise InvalidConfig(f"dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
+        if not self.model:
+            raise InvalidConfig(
+                "model is empty; wanted smollm2, a directory, a hub name or a .gguf file"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the HTTP server is built from, beside the engine."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body: int = 8 * 2**20
+    """Bytes of one request body; a larger one is a 413."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish when the server is told to stop."""
+    log_format: str = "text"
+    """``text`` for people, ``json`` for machines."""
+
+    def __post_init__(self) -> None:
+        _expect_int("port", self.port, 0, 65535)
+        _expect_int("max_body", self.max_body, 1024, 2**31)
+        if self.log_format not in ("text", "json"):
+            raise InvalidConfig(f"log_format is {self.log_format!r}; accepted: text, json")
+        if not 0 <= self.shutdown_timeout <= 3600:
+            raise InvalidConfig(
+                f"shutdown_timeout is {self.shutdown_timeout!r}; wanted 0 to 3600 seconds"
+            )
+
+
+def _expect_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidConfig(f"{name} is {value!r}; wanted a whole number from {low} to {high}")

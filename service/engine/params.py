@@ -1,0 +1,157 @@
+"""What a caller may ask of generation, and what comes back; knows nothing of HTTP or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from radixkv.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort"]
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens from logits and when to stop. Raises InvalidRequest naming the field."""
+
+    max_tokens: int | None = None
+    """Tokens to generate a choice; None is as many as the context and the pool allow."""
+    min_tokens: int = 0
+    """Before this many tokens neither eos, stop tokens nor stop strings end a choice."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token already generated (OpenAI's definition)."""
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """transformers' definition, over prompt and output."""
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int | None = None
+    """Choice ``i`` draws from a generator derived from (seed, i)."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a choice; they are never part of the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: no log-probabilities. k: those of the chosen token and of the k likeliest."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token; such a request reads nothing from the cache."""
+    n: int = 1
+    """Choices; they share the prompt's blocks."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, wanted: str) -> None:
+            if not ok:
+                raise InvalidRequest(
+                    f"{name} is {getattr(self, name)!r}; wanted {wanted}", param=name
+                )
+
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more")
+        need(self.min_tokens >= 0, "min_tokens", "0 or more")
+        if self.max_tokens is not None:
+            need(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
+        need(0.0 <= self.temperature <= 2.0, "temperature", "0 to 2")
+        need(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
+        need(self.top_k >= 0, "top_k", "0 (off) or more")
+        need(0.0 <= self.min_p <= 1.0, "min_p", "0 to 1")
+        need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "-2 to 2")
+        need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "-2 to 2")
+        need(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0, at most 10")
+        need(1 <= self.n <= MAX_CHOICES, "n", f"1 to {MAX_CHOICES}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"0 to {MAX_LOGPROBS}")
+        need(all(self.stop), "stop", "strings that are not empty")
+        need(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit whole number")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one token and of its likeliest rivals, before penalties and cuts."""
+
+    token_id: int
+    token: str
+    """The token's text; bytes that are no whole character show as U+FFFD."""
+    token_bytes: bytes
+    logprob: float
+    top: tuple[tuple[int, str, bytes, float], ...] = ()
+    """(token id, token, bytes, logprob), likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to one choice. ``text`` is whole characters, free of stop strings."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the choice, if one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request. ``cached_tokens`` is what the cache gave at first admission."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished answer."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The result of ``Engine.generate`` and ``Engine.chat``; the short names read choice 0."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One entry a prompt token; the first is None, since nothing precedes it."""
+
+    @property
+    def text(self) -> str:
+        """The text of choice 0."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids of choice 0, without what ended it."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why choice 0 ended."""
+        return self.choices[0].finish_reason
