@@ -1,0 +1,93 @@
+"""The one call for attention over the pool; knows which backend to ask, and no arithmetic."""
+
+import importlib
+import importlib.util
+from typing import Literal, get_args
+
+import torch
+
+from radixkv.kernels.checks import expect
+from radixkv.kernels.features import Features
+from radixkv.kernels.plan import AttentionPlan
+
+Backend = Literal["auto", "reference", "torch", "triton"]
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """Name the backend that "auto" means on a device."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return "triton"
+    return "torch"
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pool_layer: torch.Tensor,
+    v_pool_layer: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend each new token to the keys 0..its own position of its sequence, through the tables.
+
+    q             [T, num_q_heads, head_dim] packed as the plan says, T = plan.num_tokens
+    *_pool_layer  [num_blocks, block_size, num_kv_heads, head_dim] contiguous; the new tokens' keys
+                  and values are already written. num_q_heads is a multiple of num_kv_heads: query
+                  head h reads key head h // (num_q_heads // num_kv_heads)
+    sinks, alibi_slopes  [num_q_heads] float
+    return        [T, num_q_heads, head_dim], q's dtype and device
+
+    See ``Features`` for the options. Blocks that no table names and slots past a sequence's length
+    are never part of the result, whatever they hold.
+    """
+    _check(q, k_pool_layer, v_pool_layer, plan)
+    features = Features(scale, sliding_window, soft_cap, sinks, alibi_slopes)
+    if backend == "auto":
+        backend = choose_backend(q.device)
+    if backend == "torch":
+        from radixkv.kernels.cpu import paged_attention_torch
+
+        return paged_attention_torch(q, k_pool_layer, v_pool_layer, plan, features)
+    if backend == "triton":
+        _need_triton()
+        from radixkv.kernels.triton_attention import paged_attention_triton
+
+        return paged_attention_triton(q, k_pool_layer, v_pool_layer, plan, features)
+    if backend == "reference":
+        from radixkv.kernels.reference import paged_attention_reference
+
+        return paged_attention_reference(q, k_pool_layer, v_pool_layer, plan, features)
+    raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+
+
+def _check(
+    q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, plan: AttentionPlan
+) -> None:
+    expect(q.dim() == 3, "q", "[T, num_q_heads, head_dim]", q)
+    expect(len(q) == plan.num_tokens, "q", f"of the plan's {plan.num_tokens} rows", q)
+    expect(k_pool.dim() == 4 and k_pool.is_contiguous(), "k_pool_layer", "contiguous, 4-d", k_pool)
+    expect(
+        v_pool.shape == k_pool.shape and v_pool.is_contiguous(),
+        "v_pool_layer",
+        f"contiguous, of shape {tuple(k_pool.shape)}",
+        v_pool,
+    )
+    _, block_size, num_kv_heads, head_dim = k_pool.shape
+    expect(
+        block_size == plan.block_size, "k_pool_layer", f"of block size {plan.block_size}", k_pool
+    )
+    expect(q.shape[2] == head_dim, "q", f"of head_dim {head_dim}", q)
+    expect(q.shape[1] % num_kv_heads == 0, "q", f"of a multiple of {num_kv_heads} heads", q)
+
+
+def _need_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            "the triton backend needs the package 'triton', which is not installed here; "
+            "use backend='torch'"
+        )
