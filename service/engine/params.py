@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from radixkv.errors import InvalidRequest
 
@@ -155,3 +155,26 @@ class Generation:
     def finish_reason(self) -> FinishReason:
         """Why choice 0 ended."""
         return self.choices[0].finish_reason
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from keywords: ``stop`` may be one string, lists may stand for tuples.
+
+    Raises InvalidRequest naming a field that does not exist.
+    """
+    known = SamplingParams.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise InvalidRequest(
+                f"{name} is no sampling parameter; known: {', '.join(known)}", param=name
+            )
+    values = dict(fields)
+    stop = values.get("stop")
+    if isinstance(stop, str):
+        values["stop"] = (stop,)
+    for name in ("stop", "stop_token_ids"):
+        if values.get(name) is None:
+            values.pop(name, None)
+        else:
+            values[name] = tuple(values[name])
+    return SamplingParams(**values)

@@ -1,0 +1,72 @@
+"""What the KV memory can hold, and so which requests are refused at once instead of never served.
+
+Knows token and block counts only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixkv.errors import ContextTooLong, InvalidConfig, NeverFits
+from radixkv.service.engine.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The blocks of one pool, and the longest context that model, settings and pool allow."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        kv_memory: int,
+        bytes_per_block: int,
+        block_size: int,
+        model_len: int,
+        max_model_len: int | None,
+    ) -> Capacity:
+        """Divide ``kv_memory`` bytes into blocks; raises InvalidConfig if that gives too few."""
+        num_blocks = kv_memory // bytes_per_block
+        if num_blocks < 2:
+            raise InvalidConfig(
+                f"kv_memory is {kv_memory} bytes; this model needs {bytes_per_block} for a block "
+                f"of {block_size} tokens, and two blocks at least"
+            )
+        if max_model_len is not None and max_model_len > model_len:
+            raise InvalidConfig(
+                f"max_model_len is {max_model_len}; this model was made for {model_len} at most"
+            )
+        return cls(num_blocks, block_size, min(max_model_len or model_len, num_blocks * block_size))
+
+    def max_tokens(self, prompt_tokens: int, params: SamplingParams, *, param: str) -> int:
+        """Tokens that each choice may generate: what was asked, else all that there is room for.
+
+        Raises ContextTooLong or NeverFits if the prompt, or what was asked, has no room even alone.
+        The choices share the prompt's whole blocks and each has its own from there on:
+
+            | shared whole blocks | rest of the prompt + output | x n      the last token drawn
+            |                     |                             |          never gets a KV entry
+        """
+        room = self.max_model_len - prompt_tokens
+        if room < (params.max_tokens or 1):
+            raise ContextTooLong(
+                limit=self.max_model_len,
+                prompt_tokens=prompt_tokens,
+                max_tokens=params.max_tokens if room >= 1 else None,
+                param=param,
+            )
+        size = self.block_size
+        shared = prompt_tokens // size
+        own = (self.num_blocks - shared) // params.n
+        most = (shared + own) * size - prompt_tokens + 1
+        wanted = min(room, most) if params.max_tokens is None else params.max_tokens
+        if not 1 <= wanted <= most:
+            each = -(-(prompt_tokens + max(wanted, 1) - 1 - shared * size) // size)
+            raise NeverFits(
+                need_blocks=shared + params.n * max(each, 1), capacity_blocks=self.num_blocks
+            )
+        return wanted

@@ -1,0 +1,371 @@
+"""The engine thread: takes requests and commands, runs one step after another, hands out tokens.
+
+One thread owns the model, the pool and the cache, so none of them needs a lock. Everything else
+talks to it through an inbox; what it says goes out through each request's Stream.
+
+A step:  inbox -> schedule -> forward -> commit + publish -> draw -> deltas -> outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from radixkv.cache import PrefixCache
+from radixkv.errors import EngineDead, RadixKVError
+from radixkv.service.engine.batch import StepBatch
+from radixkv.service.engine.counters import Counters, EngineStats
+from radixkv.service.engine.params import Delta, Usage
+from radixkv.service.engine.request import Request, Sequence
+from radixkv.service.engine.runner import ModelRunner
+from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
+from radixkv.service.engine.scheduler import Scheduler, Work
+from radixkv.service.engine.stopping import ChoiceStream
+from radixkv.service.engine.stream import Outbox, Stream
+
+log = logging.getLogger("radixkv.engine")
+T = TypeVar("T")
+
+
+class EngineCore:
+    """Runs requests to their end. ``make_choice(request, index)`` builds a choice's sampler and
+    output; it is called on the engine thread when the prompt is computed."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: PrefixCache,
+        *,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        share: bool,
+        make_choice: Callable[[Request, int], tuple[ChoiceSampler, ChoiceStream]],
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.counters = Counters()
+        self.scheduler = Scheduler(
+            cache,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            counters=self.counters,
+            share=share,
+        )
+        self.failure: BaseException | None = None
+        self._make_choice = make_choice
+        self._requests: dict[Stream, Request] = {}  # admitted to the scheduler and not finished
+        self._outbox = Outbox()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False  # no message is taken any more
+        self._dead = False  # no step is made any more
+        self.stats: EngineStats = self._snapshot()
+        self._thread = threading.Thread(target=self._run, name="radixkv-engine", daemon=True)
+
+    # ---- called from any thread -----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether steps are still being made."""
+        return self._thread.is_alive() and self.failure is None
+
+    def submit(self, request: Request) -> None:
+        """Hand over a request; its Stream gets an EngineDead if the engine ends before it does."""
+        self._send(lambda: self._add(request), otherwise=request.stream)
+
+    def abort(self, stream: Stream) -> None:
+        """Drop a request within one step, wherever it is."""
+        self._send(lambda: self._end(stream, "abort"))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` on the engine thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._dead:
+                    raise self._death()
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._wake:
+            if not self._closing:
+                self._inbox.append(run)
+                self._wake.notify()
+                return future
+        future.set_exception(self._death())
+        return future
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Abort what runs and end the thread; idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _send(self, message: Callable[[], None], otherwise: Stream | None = None) -> None:
+        with self._wake:
+            if not self._closing:
+                self._inbox.append(message)
+                self._wake.notify()
+                return
+        if otherwise is not None:
+            raise self._death()
+
+    def _death(self) -> EngineDead:
+        if self.failure is not None:
+            return EngineDead(f"the engine has failed: {self.failure!r}")
+        return EngineDead("the engine is closed")
+
+    # ---- the engine thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except BaseException as error:  # whatever it is, nobody may wait in silence (ERRORS-3)
+            log.exception("the engine thread failed")
+            self.failure = error
+        finally:
+            with self._wake:
+                self._closing = True
+            self._bury()
+
+    def _turn(self) -> bool:
+        """Read the inbox and make one step; False when it is time to end."""
+        with self._wake:
+            while not self._inbox and self.scheduler.idle and not self._closing:
+                self._wake.wait()
+            if self._closing:
+                return False
+        while self._inbox:
+            self._inbox.popleft()()
+        if not self.scheduler.idle:
+            self.step()
+            if self.scheduler.idle:
+                self._check_at_rest()
+        self.stats = self._snapshot()
+        self._outbox.flush()
+        return True
+
+    def step(self) -> None:
+        """Compute one batch, draw tokens where sequences reached their end, and say so."""
+        works = self.scheduler.schedule()
+        if not works:
+            return
+        logits = self.runner.forward(_batch_of(works))
+        self.counters.steps += 1
+        row = 0
+        rows: list[int] = []
+        samplers: list[ChoiceSampler] = []
+        drawing: list[Sequence] = []
+        for work in works:
+            seq, request, start = work.seq, work.seq.request, work.table.num_tokens
+            ends = work.reaches_end
+            work.table.commit(work.num_tokens)
+            stop = start + work.num_tokens
+            self.counters.note_computed(seq, start, stop)
+            if start // self.cache.block_size != stop // self.cache.block_size:
+                seq.publish()
+            wanted = _logit_rows(work, ends)
+            prompt_logprobs = request.prompt_logprobs
+            if prompt_logprobs is not None and not prompt_logprobs.complete:
+                prompt_logprobs.add(start, logits[row : row + len(wanted)])
+                if prompt_logprobs.complete:
+                    request.stream.prompt_logprobs = prompt_logprobs.result()
+            row += len(wanted)
+            if ends:
+                born = [] if request.forked else self._fork(request)
+                for choice in [seq, *born]:
+                    rows.append(row - 1)
+                    samplers.append(choice.sampler)
+                    drawing.append(choice)
+        if not drawing:
+            return
+        picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
+        for seq, token in zip(drawing, sample(picked, samplers), strict=True):
+            self._advance(seq, token)
+
+    def _add(self, request: Request) -> None:
+        self._requests[request.stream] = request
+        self.counters.requests += 1
+        if self._dead:
+            self._fail(request, self._death())
+            return
+        request.sequences.append(self._choice(request, 0))
+        self.scheduler.add(request.sequences[0])
+
+    def _choice(self, request: Request, index: int) -> Sequence:
+        sampler, output = self._make_choice(request, index)
+        return Sequence(
+            request,
+            index,
+            sampler,
+            output,
+            tokens=bytearray(request.prompt_bytes),
+            ids=list(request.prompt_ids),
+        )
+
+    def _fork(self, request: Request) -> list[Sequence]:
+        born = [self._choice(request, i) for i in range(1, request.params.n)]
+        self.scheduler.fork(request, born)
+        return born
+
+    def _advance(self, seq: Sequence, token: SampledToken) -> None:
+        """Give ``seq`` its next token and its consumer what can be said of it."""
+        request = seq.request
+        if token.error is not None:
+            self._fail(request, RadixKVError(token.error))
+        if request.stream.finished:  # failed, perhaps through a sibling in this very step
+            return
+        seq.append(token.token_id)
+        request.completion_tokens += 1
+        self.counters.generation_tokens += 1
+        if request.stream.first_token_s is None:
+            request.stream.first_token_s = time.monotonic()
+        self._update_usage(request)
+        delta = seq.output.push(token)
+        if seq.output.finished:
+            self.scheduler.finish(seq)
+            self._close_choice(seq)
+        if delta is not None:
+            self._outbox.put(request.stream, delta)
+
+    def _close_choice(self, seq: Sequence) -> None:
+        """Record a finished choice; with the last one the request is over."""
+        request, choice = seq.request, seq.output.choice()
+        request.stream._choices[seq.index] = choice
+        if not request.sequences:
+            self.counters.finished[choice.finish_reason] += 1
+            self._forget(request)
+
+    def _end(self, stream: Stream, reason: str) -> None:
+        """Abort: every choice that is not finished ends here and its blocks are let go."""
+        request = self._requests.get(stream)
+        if request is None:  # it has ended by itself in the meantime
+            return
+        for seq in list(request.sequences):
+            self.scheduler.finish(seq)
+            self._finish_output(request, seq.output, seq.index)
+        for index in range(request.params.n):
+            if index not in stream._choices:  # choices that were never born
+                self._finish_output(request, self._make_choice(request, index)[1], index)
+        self.counters.finished[reason] += 1
+        self._forget(request)
+
+    def _finish_output(self, request: Request, output: ChoiceStream, index: int) -> None:
+        delta: Delta = output.end("abort")
+        request.stream._choices[index] = output.choice()
+        self._outbox.put(request.stream, delta)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """One request cannot go on; the others do."""
+        if request.stream.finished:
+            return
+        for seq in list(request.sequences):
+            self.scheduler.finish(seq, publish=False)
+        self.counters.failed += 1
+        self._forget(request)
+        self._outbox.put(request.stream, error)
+
+    def _forget(self, request: Request) -> None:
+        self._update_usage(request)
+        request.stream._finish()
+        self._requests.pop(request.stream, None)
+
+    def _update_usage(self, request: Request) -> None:
+        request.stream.usage = Usage(
+            len(request.prompt_ids), request.completion_tokens, request.cached_tokens or 0
+        )
+
+    def _check_at_rest(self) -> None:
+        """With nothing running every block must be free or cached; O(1)."""
+        stats = self.cache.stats()
+        if stats.free_blocks + stats.evictable_blocks != stats.num_blocks:
+            self.report(
+                [
+                    f"at rest {stats.free_blocks} blocks are free and {stats.evictable_blocks} "
+                    f"cached, of {stats.num_blocks}"
+                ]
+            )
+
+    def disown_running(self) -> None:
+        """What the running requests have computed belongs to no identity from now on (ADMIN-2)."""
+        for request in self._requests.values():
+            request.may_publish = False
+
+    def report(self, violations: list[str]) -> None:
+        """A broken invariant is counted and logged; it does not stop the service (LEAK-2)."""
+        self.counters.violations += len(violations)
+        for line in violations:
+            log.error("broken invariant: %s", line)
+
+    def _snapshot(self) -> EngineStats:
+        return self.counters.snapshot(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            cache=self.cache.stats(),
+        )
+
+    def _bury(self) -> None:
+        """Tell everybody who still waits; the thread is about to end."""
+        self._dead = True
+        while self._inbox:
+            self._inbox.popleft()()
+        for request in list(self._requests.values()):
+            self._forget(request)
+            self._outbox.put(request.stream, self._death())
+        self._outbox.flush()
+
+
+def _logit_rows(work: Work, ends: bool) -> list[int]:
+    """Rows of this work, counted from its first token, whose logits are wanted."""
+    prompt_logprobs = work.seq.request.prompt_logprobs
+    if prompt_logprobs is not None and not prompt_logprobs.complete:
+        return list(range(work.num_tokens))
+    return [work.num_tokens - 1] if ends else []
+
+
+def _batch_of(works: list[Work]) -> StepBatch:
+    """Pack the works, one after the other, without padding of tokens."""
+    query_lens = np.array([work.num_tokens for work in works], dtype=np.int32)
+    starts = [work.table.num_tokens for work in works]
+    token_ids = np.concatenate(
+        [
+            np.array(work.seq.ids[start : start + work.num_tokens], dtype=np.int64)
+            for work, start in zip(works, starts, strict=True)
+        ]
+    )
+    tables = [work.table.blocks for work in works]
+    block_tables = np.zeros((len(works), max(map(len, tables))), dtype=np.int32)
+    logit_rows: list[int] = []
+    offset = 0
+    for i, (work, table) in enumerate(zip(works, tables, strict=True)):
+        block_tables[i, : len(table)] = table
+        logit_rows += [offset + row for row in _logit_rows(work, work.reaches_end)]
+        offset += work.num_tokens
+    return StepBatch(
+        token_ids=token_ids,
+        query_lens=query_lens,
+        kv_lens=np.array(starts, dtype=np.int32) + query_lens,
+        block_tables=block_tables,
+        copies=[copy for work in works for copy in work.copies],
+        logit_rows=np.array(logit_rows, dtype=np.int64),
+    )

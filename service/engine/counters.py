@@ -1,0 +1,117 @@
+"""What an engine has done since it started, in numbers that never fall, and what it holds now.
+
+Written by the engine thread; anyone may read the snapshot, which never waits for a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from radixkv.service.engine.request import Sequence
+from radixkv.stats import CacheStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot taken between two steps. Tokens and blocks; counters are since the start.
+
+    For requests that were admitted: ``prompt_tokens_total == prompt_tokens_cached_total +
+    prompt_tokens_computed_total`` once their prefill is done; what a preemption made us compute
+    again is in ``recomputed_tokens_total`` and nowhere else (METRICS-2).
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    """Kept for reuse and held by no running request."""
+    used_blocks: int
+    """Held by running requests."""
+    requests_total: int
+    finished: dict[str, int]
+    aborted_total: int
+    rejected_total: int
+    failed_total: int
+    prompt_tokens_total: int
+    prompt_tokens_cached_total: int
+    prompt_tokens_computed_total: int
+    recomputed_tokens_total: int
+    generation_tokens_total: int
+    preemptions_total: int
+    steps_total: int
+    violations_total: int
+    """Broken invariants seen by a check; anything but 0 is a bug in radixkv (LEAK-2)."""
+    cache: CacheStats
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks held by running requests, 0 to 1."""
+        return self.used_blocks / self.num_blocks
+
+
+class Counters:
+    """The engine thread's own, mutable counts."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.finished: Counter[str] = Counter()
+        self.rejected = 0
+        self.failed = 0
+        self.prompt_tokens = 0
+        self.prompt_tokens_cached = 0
+        self.prompt_tokens_computed = 0
+        self.recomputed_tokens = 0
+        self.generation_tokens = 0
+        self.preemptions = 0
+        self.steps = 0
+        self.violations = 0
+
+    def note_start(self, seq: Sequence) -> None:
+        """``seq`` was admitted; only the first admission of a request says what was cached."""
+        request = seq.request
+        if request.cached_tokens is not None:
+            return
+        assert seq.table is not None
+        request.cached_tokens = seq.table.cached_tokens
+        request.stream.admitted_s = time.monotonic()
+        self.prompt_tokens += len(request.prompt_ids)
+        self.prompt_tokens_cached += request.cached_tokens
+
+    def note_computed(self, seq: Sequence, start: int, stop: int) -> None:
+        """The KV of positions [start, stop) of ``seq`` was computed.
+
+        0 ....... computed_high ....... prompt ....... stop
+        |  recomputed  |  new prompt      |  generated
+        """
+        self.recomputed_tokens += max(0, min(stop, seq.computed_high) - start)
+        new = max(start, seq.computed_high)
+        self.prompt_tokens_computed += max(0, min(stop, len(seq.request.prompt_ids)) - new)
+        seq.computed_high = max(seq.computed_high, stop)
+
+    def snapshot(self, *, num_running: int, num_waiting: int, cache: CacheStats) -> EngineStats:
+        """Freeze the counts."""
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_blocks=cache.num_blocks,
+            free_blocks=cache.free_blocks,
+            cached_blocks=cache.evictable_blocks,
+            used_blocks=cache.num_blocks - cache.free_blocks - cache.evictable_blocks,
+            requests_total=self.requests,
+            finished=dict(self.finished),
+            aborted_total=self.finished["abort"],
+            rejected_total=self.rejected,
+            failed_total=self.failed,
+            prompt_tokens_total=self.prompt_tokens,
+            prompt_tokens_cached_total=self.prompt_tokens_cached,
+            prompt_tokens_computed_total=self.prompt_tokens_computed,
+            recomputed_tokens_total=self.recomputed_tokens,
+            generation_tokens_total=self.generation_tokens,
+            preemptions_total=self.preemptions,
+            steps_total=self.steps,
+            violations_total=self.violations,
+            cache=cache,
+        )

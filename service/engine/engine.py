@@ -1,0 +1,383 @@
+"""The engine as a library: load a model, ask it things, look into its cache.
+
+The public face of the engine thread; may be used from threads and from coroutines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from radixkv.cache import PrefixCache
+from radixkv.config import EngineConfig, parse_bytes
+from radixkv.errors import EngineDead, InvalidConfig, InvalidRequest, Overloaded
+from radixkv.identity.identity import CacheIdentity, Namespace
+from radixkv.service.engine.cache_view import CacheView
+from radixkv.service.engine.capacity import Capacity
+from radixkv.service.engine.core import EngineCore
+from radixkv.service.engine.counters import EngineStats
+from radixkv.service.engine.detokenize import TokenText
+from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
+from radixkv.service.engine.logprobs import PromptLogprobs
+from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
+from radixkv.service.engine.prompting import Prompting
+from radixkv.service.engine.request import Request, encode
+from radixkv.service.engine.runner import ModelRunner
+from radixkv.service.engine.sampling import ChoiceSampler
+from radixkv.service.engine.stopping import ChoiceStream
+from radixkv.service.engine.stream import Stream
+
+
+class Engine:
+    """A model, its paged KV pool and its prefix cache, served by one thread.
+
+    >>> with Engine("smollm2", kv_memory="512MiB") as engine:            # doctest: +SKIP
+    ...     print(engine.chat([{"role": "user", "content": "Hello!"}], temperature=0).text)
+
+    ``model`` is ``smollm2`` (the default), a directory, a hub name, a .gguf file, or a LoadedModel.
+    ``settings`` are fields of EngineConfig. Raises InvalidConfig, NotFound or UnsupportedModel.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel | None = None,
+        *,
+        config: EngineConfig | None = None,
+        progress: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = _config(model, config, settings)
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        self._model = model if isinstance(model, LoadedModel) else self._load(progress)
+        self._capacity = Capacity.plan(
+            kv_memory=self.config.kv_memory,
+            bytes_per_block=ModelRunner.bytes_per_block(self._model, self.config.block_size),
+            block_size=self.config.block_size,
+            model_len=self._model.max_model_len,
+            max_model_len=self.config.max_model_len,
+        )
+        self.created = int(time.time())
+        self.token_text = TokenText(self._model.tokenizer)
+        self._prompting = Prompting(self._model.tokenizer, self._model.vocab_size)
+        cache = PrefixCache(
+            self._capacity.num_blocks,
+            self.config.block_size,
+            enabled=self.config.prefix_cache,
+            force_miss=self.config.force_miss,
+        )
+        self._core = EngineCore(
+            ModelRunner(self._model, self._capacity.num_blocks, self.config.block_size),
+            cache,
+            max_batch_tokens=self.config.max_batch_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            share=self.config.prefix_cache and not self.config.force_miss,
+            make_choice=self._make_choice,
+        )
+        self.cache = CacheView(self._core, self._identity)
+        self._arrivals = itertools.count()
+        self._changed = threading.Condition()
+        self._in_flight = 0  # choices of requests that are not finished
+        self._draining = False
+        self._core.start()
+
+    # ---- what is served -------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return self._model.name
+
+    @property
+    def model_path(self) -> Path | None:
+        """The directory the weights came from; None for a model built in memory."""
+        return self._model.path
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (transformers)."""
+        return self._model.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together that a request may have."""
+        return self._capacity.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._model.vocab_size
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that is computed in."""
+        return str(self._model.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        """The device that computes."""
+        return str(self._model.device)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread still makes steps."""
+        return self._core.alive
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine thread, if something did."""
+        return self._core.failure
+
+    # ---- text and tokens ------------------------------------------------------------------------
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Turn a chat into token ids with the model's template; raises InvalidRequest."""
+        return self._prompting.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into token ids."""
+        return self._prompting.tokenize(text, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text, special tokens included."""
+        self._prompting.check_ids(token_ids, "tokens")
+        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return str(text)
+
+    # ---- asking ---------------------------------------------------------------------------------
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
+        """Complete ``prompt`` (text or token ids) and wait for it.
+
+        ``sampling`` are fields of SamplingParams, and ``salt`` for a private part of the cache.
+        """
+        return self._start(prompt, sampling).result()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
+        """Answer a chat and wait for it; ``sampling`` as in ``generate``."""
+        return self._start(self.render(messages), sampling, param="messages").result()
+
+    async def agenerate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
+        """Complete ``prompt`` without blocking the event loop; cancelling it aborts the request."""
+        return await self._start(prompt, sampling).aresult()
+
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
+        """Answer a chat without blocking the event loop."""
+        return await self._start(self.render(messages), sampling, param="messages").aresult()
+
+    def stream_generate(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
+        """Complete ``prompt`` bit by bit: iterate the result with ``for`` or ``async for``."""
+        return self._start(prompt, sampling)
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Stream:
+        """Answer a chat bit by bit: iterate the result with ``for`` or ``async for``."""
+        return self._start(self.render(messages), sampling, param="messages")
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        param: str = "prompt",
+    ) -> Stream:
+        """Queue a request; never blocks. ``param`` is the name that errors give the prompt.
+
+        Raises InvalidRequest, ContextTooLong, NeverFits, Overloaded or EngineDead, and then nothing
+        is queued.
+        """
+        self._prompting.check_ids(prompt_token_ids, param)
+        max_tokens = self._capacity.max_tokens(len(prompt_token_ids), params, param=param)
+        self._enter(params.n)
+        try:
+            stream = Stream(
+                request_id or f"req-{uuid.uuid4().hex}",
+                prompt_token_ids,
+                params.n,
+                abort=self._core.abort,
+                done=self._leave,
+            )
+            request = Request(
+                id=stream.request_id,
+                arrival=next(self._arrivals),
+                prompt_ids=stream.prompt_token_ids,
+                prompt_bytes=encode(prompt_token_ids),
+                identity=self._identity(salt),
+                params=params,
+                max_tokens=max_tokens,
+                entropy=secrets.randbits(64),
+                stream=stream,
+            )
+            if params.prompt_logprobs is not None:
+                request.prompt_logprobs = PromptLogprobs(
+                    request.prompt_ids, params.prompt_logprobs, self.token_text
+                )
+            request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
+            self._core.submit(request)
+        except BaseException:
+            self._leave(params.n)
+            raise
+        return stream
+
+    # ---- looking in, changing, ending -----------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Read the counters as of the last step; never waits."""
+        return self._core.stats
+
+    def check(self) -> list[str]:
+        """Prove the accounting, between two steps: broken invariants in words, [] when sound."""
+
+        def check() -> list[str]:
+            found = self._core.cache.check()
+            self._core.report(found)
+            return found
+
+        return self._core.call(check).result()
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace weights in place, between two steps; cached KV of the old ones is not used again.
+
+        Running requests go on with the KV they have (ADMIN-2) and publish nothing more. The new
+        identity follows from the new weights' contents, so going back finds the old blocks again.
+        Raises InvalidRequest if a name or shape does not fit; then nothing has changed.
+        """
+
+        def swap() -> None:
+            state = self._model.model.state_dict()
+            for name, tensor in weights.items():
+                if name not in state or state[name].shape != tensor.shape:
+                    wanted = tuple(state[name].shape) if name in state else "no such weight"
+                    raise InvalidRequest(
+                        f"weight {name!r} has shape {tuple(tensor.shape)}; wanted {wanted}"
+                    )
+            self._core.disown_running()
+            with torch.no_grad():
+                for name, tensor in weights.items():
+                    state[name].copy_(tensor)
+            self._model.weights_changed()
+
+        self._core.call(swap).result()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no new requests and wait for the rest; True if all ended in time."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._in_flight and self.alive:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, 0.5))
+        return self._in_flight == 0
+
+    def close(self) -> None:
+        """End the engine thread; what still runs gets an EngineDead. Idempotent."""
+        self._draining = True
+        self._core.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _load(self, progress: Callable[[str], None] | None) -> LoadedModel:
+        name = self.config.model
+        path = resolve_model(name, progress=progress)
+        if progress is not None:
+            progress(f"loading {name}")
+        return load_model(path, name=name, dtype=self.config.dtype, device=self.config.device)
+
+    def _identity(self, salt: str | None) -> CacheIdentity:
+        return self._model.identity(Namespace(salt=salt), self.config.block_size)
+
+    def _make_choice(self, request: Request, index: int) -> tuple[ChoiceSampler, ChoiceStream]:
+        if index == 0 and request.first_choice is not None:
+            return request.first_choice
+        eos = self._model.eos_token_ids
+        sampler = ChoiceSampler(
+            request.params,
+            index=index,
+            prompt_ids=request.prompt_ids,
+            vocab_size=self.vocab_size,
+            eos_token_ids=eos,
+            entropy=request.entropy,
+        )
+        output = ChoiceStream(
+            index,
+            request.params,
+            self.token_text,
+            eos_token_ids=eos,
+            max_tokens=request.max_tokens,
+        )
+        return sampler, output
+
+    def _start(
+        self, prompt: str | Sequence[int], sampling: dict[str, Any], param: str = "prompt"
+    ) -> Stream:
+        salt = sampling.pop("salt", None)
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return self.submit(ids, sampling_params(sampling), salt=salt, param=param)
+
+    def _enter(self, num_choices: int) -> None:
+        limit = self.config.max_num_seqs + self.config.max_queue
+        with self._changed:
+            if self._draining:
+                raise EngineDead("the engine is shutting down")
+            if self._in_flight and self._in_flight + num_choices > limit:
+                self._core.counters.rejected += 1
+                raise Overloaded(
+                    f"{self._in_flight} choices run or wait, and {limit} may; try again later",
+                    retry_after_s=1,
+                )
+            self._in_flight += num_choices
+
+    def _leave(self, num_choices: int) -> None:
+        with self._changed:
+            self._in_flight -= num_choices
+            self._changed.notify_all()
+
+
+def _config(
+    model: str | LoadedModel | None, config: EngineConfig | None, settings: dict[str, Any]
+) -> EngineConfig:
+    known = EngineConfig.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise InvalidConfig(f"{name} is no setting; known: {', '.join(known)}")
+    if "kv_memory" in settings:
+        settings["kv_memory"] = parse_bytes(settings["kv_memory"], "kv_memory")
+    if model is not None:
+        settings["model"] = model.name if isinstance(model, LoadedModel) else model
+    return replace(config or EngineConfig(), **settings)

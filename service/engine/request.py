@@ -1,0 +1,118 @@
+"""A request and its choices as the scheduler sees them: tokens, blocks, age; no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from radixkv import tokens as token_codec
+from radixkv.identity.identity import CacheIdentity
+from radixkv.service.engine.params import SamplingParams
+from radixkv.table import BlockTable
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.logprobs import PromptLogprobs
+    from radixkv.service.engine.sampling import ChoiceSampler
+    from radixkv.service.engine.stopping import ChoiceStream
+    from radixkv.service.engine.stream import Stream
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What one caller asked for: a prompt and ``n`` choices that share its blocks."""
+
+    id: str
+    arrival: int
+    """Position in the order of arrival; preemption takes the latest first."""
+    prompt_ids: tuple[int, ...]
+    prompt_bytes: bytes
+    identity: CacheIdentity
+    params: SamplingParams
+    max_tokens: int
+    """Tokens a choice may generate: what was asked, cut to what context and pool allow."""
+    entropy: int
+    """What unseeded choices draw from."""
+    stream: Stream
+    prompt_logprobs: PromptLogprobs | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    """The choices that are not finished; one until the prompt is computed, then ``n``."""
+    forked: bool = False
+    cached_tokens: int | None = None
+    """What the cache gave at first admission (USAGE-3: never overwritten later)."""
+    completion_tokens: int = 0
+    first_choice: tuple[ChoiceSampler, ChoiceStream] | None = None
+    """Sampler and output of choice 0, made early so that bad parameters are refused at once."""
+    may_publish: bool = True
+    """False once the weights changed under it: its KV belongs to no identity any more."""
+
+    @property
+    def unborn(self) -> int:
+        """Choices that will join the running ones when the prompt is computed."""
+        return 0 if self.forked else self.params.n - 1
+
+    @property
+    def may_read_cache(self) -> bool:
+        """Whether it may start from cached KV: prompt log-probabilities need every position."""
+        return self.prompt_logprobs is None or self.prompt_logprobs.complete
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice: prompt plus what was generated, and the table of blocks that holds their KV.
+
+    ``tokens[0 : table.num_tokens]`` have their KV on the device. A step computes some of the rest;
+    when it reaches the end it also draws the next token. So prefill, decode and the recomputation
+    after a preemption are one and the same thing.
+    """
+
+    request: Request
+    index: int
+    sampler: ChoiceSampler
+    output: ChoiceStream
+    tokens: bytearray
+    """Prompt and generated tokens, big-endian uint32."""
+    ids: list[int]
+    """The same tokens as numbers, for batches."""
+    table: BlockTable | None = None
+    computed_high: int = 0
+    """Most tokens that ever had their KV computed; what is below and computed again was lost."""
+    skipped: int = 0
+    """How many sequences that came later were admitted before this one."""
+    preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, computed or not."""
+        return len(self.ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed, given its table."""
+        assert self.table is not None, "a waiting sequence has no table"
+        return len(self.ids) - self.table.num_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Age: requests by arrival, choices by index."""
+        return self.request.arrival, self.index
+
+    @property
+    def tokens_to_come(self) -> int:
+        """Tokens that it may still generate."""
+        return self.request.max_tokens - self.output.num_tokens
+
+    def append(self, token_id: int) -> None:
+        """Add a drawn token."""
+        self.ids.append(token_id)
+        self.tokens += token_id.to_bytes(4, "big")
+
+    def publish(self, *, tail: bool = False) -> None:
+        """Let others find what is computed so far."""
+        if self.table is not None and self.request.may_publish:
+            self.table.publish(bytes(self.tokens), tail=tail)
+
+
+def encode(token_ids: Seq[int]) -> bytes:
+    """Token ids as the cache's key bytes."""
+    return token_codec.encode(token_ids)
