@@ -43,6 +43,9 @@ class EngineConfig:
     """Sequences that run at once."""
     max_queue: int = 1024
     """Requests that may wait; one more is refused with 429."""
+    lookahead_tokens: int = 64
+    """Growth of each running sequence that an admission leaves room for; fewer packs the memory
+    more tightly and preempts more often."""
     dtype: str = "auto"
     """``auto`` is bfloat16 where the device has bf16 matrix units, float32 elsewhere."""
     max_model_len: int | None = None
@@ -63,6 +66,7 @@ class EngineConfig:
             ("max_batch_tokens", 1, 2**20),
             ("max_num_seqs", 1, 4096),
             ("max_queue", 0, 2**20),
+            ("lookahead_tokens", 0, 2**20),
         ):
             _expect_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:

@@ -20,8 +20,6 @@ from radixkv.table import BlockTable
 MAX_SKIPS = 16
 WINDOW = 128
 """Waiting sequences that are looked up in one step; the oldest come first into the window."""
-LOOKAHEAD_TOKENS = 64
-"""Growth of each running sequence that an admission leaves room for."""
 
 
 class Waiting:
@@ -105,10 +103,10 @@ def leader_of(seq: Sequence, cached: int, running: Iterable[Sequence]) -> Sequen
     return None
 
 
-def projected_growth(seq: Sequence) -> int:
+def projected_growth(seq: Sequence, lookahead_tokens: int) -> int:
     """Blocks that a running sequence will soon take: the rest of its prefill and some output."""
     assert seq.table is not None, "a running sequence has a table"
-    return _growth(seq, seq.table, min(seq.tokens_to_come, LOOKAHEAD_TOKENS))
+    return _growth(seq, seq.table, min(seq.tokens_to_come, lookahead_tokens))
 
 
 def has_room(seq: Sequence, table: BlockTable, available: int, growth: int, *, alone: bool) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.counters import Counters, EngineStats
 from radixkv.service.engine.params import Delta, Usage
 from radixkv.service.engine.request import Request, Sequence
-from radixkv.service.engine.runner import ModelRunner
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
 from radixkv.service.engine.scheduler import Scheduler, Work
 from radixkv.service.engine.stopping import ChoiceStream
@@ -35,17 +34,26 @@ log = logging.getLogger("radixkv.engine")
 T = TypeVar("T")
 
 
+class Runner(Protocol):
+    """What computes a step: a ModelRunner, or arithmetic in tests."""
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Do the batch's copies, write its tokens' KV, return [R, vocab] float32 logits."""
+        ...
+
+
 class EngineCore:
     """Runs requests to their end. ``make_choice(request, index)`` builds a choice's sampler and
     output; it is called on the engine thread when the prompt is computed."""
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         cache: PrefixCache,
         *,
         max_batch_tokens: int,
         max_num_seqs: int,
+        lookahead_tokens: int,
         share: bool,
         make_choice: Callable[[Request, int], tuple[ChoiceSampler, ChoiceStream]],
     ) -> None:
@@ -56,6 +64,7 @@ class EngineCore:
             cache,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
+            lookahead_tokens=lookahead_tokens,
             counters=self.counters,
             share=share,
         )
@@ -138,8 +147,8 @@ class EngineCore:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._turn():
-                    pass
+                while self._wait():
+                    self.turn()
         except BaseException as error:  # whatever it is, nobody may wait in silence (ERRORS-3)
             log.exception("the engine thread failed")
             self.failure = error
@@ -148,13 +157,15 @@ class EngineCore:
                 self._closing = True
             self._bury()
 
-    def _turn(self) -> bool:
-        """Read the inbox and make one step; False when it is time to end."""
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False when it is time to end."""
         with self._wake:
             while not self._inbox and self.scheduler.idle and not self._closing:
                 self._wake.wait()
-            if self._closing:
-                return False
+            return not self._closing
+
+    def turn(self) -> None:
+        """Read the inbox, make one step if anything runs or waits, and tell the consumers."""
         while self._inbox:
             self._inbox.popleft()()
         if not self.scheduler.idle:
@@ -163,7 +174,6 @@ class EngineCore:
                 self._check_at_rest()
         self.stats = self._snapshot()
         self._outbox.flush()
-        return True
 
     def step(self) -> None:
         """Compute one batch, draw tokens where sequences reached their end, and say so."""

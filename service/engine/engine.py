@@ -81,6 +81,7 @@ class Engine:
             cache,
             max_batch_tokens=self.config.max_batch_tokens,
             max_num_seqs=self.config.max_num_seqs,
+            lookahead_tokens=self.config.lookahead_tokens,
             share=self.config.prefix_cache and not self.config.force_miss,
             make_choice=self._make_choice,
         )

@@ -53,6 +53,7 @@ class Scheduler:
         *,
         max_batch_tokens: int,
         max_num_seqs: int,
+        lookahead_tokens: int,
         counters: Counters,
         share: bool = True,
     ) -> None:
@@ -61,6 +62,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by age
         self._max_batch_tokens = max_batch_tokens
         self._max_num_seqs = max_num_seqs
+        self._lookahead_tokens = lookahead_tokens
         self._counters = counters
         self._share = share  # False: nobody's blocks can be found, so nobody waits for them
 
@@ -158,7 +160,7 @@ class Scheduler:
         places = self._max_num_seqs - sum(1 + seq.request.unborn for seq in self.running)
         if places <= 0:
             return
-        growth = sum(projected_growth(seq) for seq in self.running)
+        growth = sum(projected_growth(seq, self._lookahead_tokens) for seq in self.running)
         for seq, cached in self.waiting.candidates(self.cache):
             if budget == 0 or places <= 0:
                 return
@@ -174,7 +176,8 @@ class Scheduler:
             self.waiting.note_admitted(seq)
             places -= 1 + seq.request.unborn
             budget -= self._reserve(seq, min(seq.remaining, budget), works)
-            growth += projected_growth(seq) if seq.table is not None else 0
+            if seq.table is not None:
+                growth += projected_growth(seq, self._lookahead_tokens)
 
     def _try_open(self, seq: Sequence, cached: int, growth: int, places: int) -> BlockTable | None:
         """Acquire what is cached of ``seq`` if there is room for the rest; None, and nothing held,
