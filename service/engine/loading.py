@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from radixkv.errors import UnsupportedModel
+from radixkv.service.engine.attention import use_paged_attention
+from radixkv.service.engine.probe import refuse_if_inexact
+from radixkv.service.engine.support import inspect_model
 
 
 @dataclass(eq=False)
@@ -37,28 +39,35 @@ class LoadedModel:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    kv_dtype: torch.dtype
+    windows: tuple[int | None, ...]
+    """The sliding window of each layer."""
 
     @classmethod
     def from_model(
         cls, model: Any, tokenizer: Any, *, name: str, path: Path | None = None
     ) -> LoadedModel:
         """Take a model that is already in memory; it stays on its device and in its dtype."""
-        config = model.config
-        parameter = next(model.parameters())
-        return cls(
-            model=model.eval(),
+        facts = inspect_model(model)
+        use_paged_attention(model.eval())
+        loaded = cls(
+            model=model,
             tokenizer=tokenizer,
             name=name,
             path=path,
-            dtype=parameter.dtype,
-            device=parameter.device,
+            dtype=model.dtype,
+            device=next(model.parameters()).device,
             eos_token_ids=_eos_token_ids(model, tokenizer),
-            max_model_len=_max_model_len(config),
-            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-            num_layers=int(config.num_hidden_layers),
-            num_kv_heads=int(config.num_key_value_heads),
-            head_dim=int(config.head_dim),
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            num_layers=facts.num_layers,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            kv_dtype=facts.kv_dtype,
+            windows=facts.windows,
         )
+        refuse_if_inexact(loaded)
+        return loaded
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -68,13 +77,3 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         ids = getattr(holder, "eos_token_id", None)
         found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
     return frozenset(found)
-
-
-def _max_model_len(config: Any) -> int:
-    for name in ("max_position_embeddings", "n_positions"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise UnsupportedModel(
-        f"{type(config).__name__} names no context length (max_position_embeddings)"
-    )
