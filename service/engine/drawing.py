@@ -90,7 +90,7 @@ def _draw_whole(scores: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
     mass = scores.exp_()
     vocab = mass.shape[1]
     whole = vocab - vocab % _BLOCK
-    blocks = torch.unflatten(mass[:, :whole], 1, (-1, _BLOCK)).sum(2)
+    blocks = torch.unflatten(mass[:, :whole], 1, (whole // _BLOCK, _BLOCK)).sum(2)
     if whole < vocab:
         blocks = torch.cat([blocks, mass[:, whole:].sum(1, keepdim=True)], 1)
     upto = blocks.double().cumsum(1)
