@@ -1,0 +1,281 @@
+"""The ``radixkv`` command: reads flags, shows progress, says what is wrong; does no work itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+import radixkv
+from radixkv.errors import RadixKVError
+from radixkv.service.config import Settings, is_loopback, load_settings
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.engine import Engine
+
+app = typer.Typer(
+    help="Serve language models with an exact prefix cache, and talk to them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+_MODEL, _CACHE, _LIMITS, _SERVER = "Model", "Cache", "Limits", "Server"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"radixkv {radixkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Serve language models with an exact prefix cache, and talk to them."""
+
+
+def _option(panel: str, text: str, *names: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        *names, help=text, rich_help_panel=panel, show_default=False
+    )
+    return option
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        _option(_MODEL, "smollm2 (default), a directory, a hub name, or a .gguf file."),
+    ] = None,
+    dtype: Annotated[str | None, _option(_MODEL, "auto (default), bfloat16 or float32.")] = None,
+    device: Annotated[str | None, _option(_MODEL, "auto (default), cpu, cuda or cuda:N.")] = None,
+    num_threads: Annotated[
+        int | None, _option(_MODEL, "Compute threads on the CPU; default: torch's choice.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, _option(_MODEL, "Tokens of context; default: the model's own.")
+    ] = None,
+    kv_memory: Annotated[
+        str | None, _option(_CACHE, "Memory for KV blocks, such as 512MiB; default 1GiB.")
+    ] = None,
+    block_size: Annotated[int | None, _option(_CACHE, "Tokens a block; default 16.")] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        _option(
+            _CACHE,
+            "Share KV between requests; on by default.",
+            "--prefix-cache/--no-prefix-cache",
+        ),
+    ] = None,
+    force_miss: Annotated[
+        bool | None,
+        _option(
+            _CACHE,
+            "Keep the cache but let every look-up miss, to measure against.",
+            "--force-miss/--no-force-miss",
+        ),
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, _option(_LIMITS, "Tokens of one forward pass; default 512.")
+    ] = None,
+    lookahead_tokens: Annotated[
+        int | None,
+        _option(_LIMITS, "Tokens of room that admission keeps for each running choice."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, _option(_LIMITS, "Sequences that run at once; default 64.")
+    ] = None,
+    max_queue: Annotated[
+        int | None, _option(_LIMITS, "Requests that may wait; more get a 429. Default 1024.")
+    ] = None,
+    max_body: Annotated[
+        str | None, _option(_LIMITS, "Size of a request body; more is a 413. Default 8MiB.")
+    ] = None,
+    host: Annotated[
+        str | None, _option(_SERVER, "Address to listen on; default 127.0.0.1.")
+    ] = None,
+    port: Annotated[
+        int | None, _option(_SERVER, "Port to listen on; default 8000, 0 picks a free one.")
+    ] = None,
+    insecure_remote: Annotated[
+        bool | None,
+        _option(
+            _SERVER,
+            "Allow a host that other machines reach: anyone there may use this server.",
+            "--insecure-remote/--no-insecure-remote",
+        ),
+    ] = None,
+    shutdown_timeout: Annotated[
+        float | None,
+        _option(_SERVER, "Seconds that running requests get when told to stop; default 30."),
+    ] = None,
+    log_format: Annotated[
+        str | None, _option(_SERVER, "text (default) or json; one line a request, on stderr.")
+    ] = None,
+    vllm_metric_names: Annotated[
+        bool | None,
+        _option(
+            _SERVER,
+            "Show metrics under vLLM's names too.",
+            "--vllm-metric-names/--no-vllm-metric-names",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _option(_SERVER, "TOML file; its keys are these flags, as in kv_memory = '1GiB'."),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, for OpenAI's clients.
+
+    Flags win over the --config file, the file over the defaults.
+    """
+    flags = {name: value for name, value in locals().items() if name != "config"}
+    try:
+        settings = load_settings(config, flags)
+        code = _serve(settings)
+    except RadixKVError as e:
+        _fail(str(e))
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer.")] = 512,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, max=2, help="0 always gives the likeliest.", show_default=False),
+    ] = None,
+) -> None:
+    """Talk to a running server in the terminal.
+
+    Shows after each answer how much of the prompt came from the cache. /reset begins anew, /exit
+    ends. Lines that are piped in are turns; then only the answers go to stdout.
+    """
+    from radixkv.service.chat import ChatError, ChatTerminal, Client
+
+    try:
+        client = Client(url, max_tokens=max_tokens, temperature=temperature)
+        ChatTerminal(client, system=system).run(sys.stdin)
+    except ChatError as e:
+        _fail(str(e))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _serve(settings: Settings) -> int:
+    """Bind, load, serve; returns the exit code."""
+    from radixkv.service.http.server import HttpServer, bind, run_server
+    from radixkv.service.http.serving import Serving
+    from radixkv.service.logs import configure_logs
+
+    configure_logs(settings.server.log_format, sys.stderr)
+    say = _Narrator(settings.server.log_format == "json")
+    sock = bind(settings.server.host, settings.server.port)
+    if not is_loopback(settings.server.host):
+        say("anyone who reaches this host may use the server: it asks for no key", warn=True)
+
+    async def main() -> bool:
+        serving = Serving(vllm_metric_names=settings.vllm_metric_names)
+        server = HttpServer(serving, sock, max_body=settings.server.max_body)
+        return await run_server(
+            server,
+            lambda: _load(settings, say),
+            shutdown_timeout_s=settings.server.shutdown_timeout,
+            ready=lambda engine: say.ready(engine, server.url),
+            stopping=lambda n: say(f"stopping; {n} requests may finish (again: at once)"),
+        )
+
+    if not asyncio.run(main()):
+        say("stopped before the model was loaded")
+        sys.stderr.flush()
+        os._exit(0)  # a thread is still inside the loader and cannot be told to stop
+    say("stopped")
+    return 0
+
+
+def _load(settings: Settings, say: _Narrator) -> Engine:
+    say(f"radixkv {radixkv.__version__}: starting {settings.engine.model}")
+    from radixkv.service.engine.engine import Engine
+
+    engine = Engine(config=settings.engine, progress=say)
+    # The first pass of a process pays for buffers and threads; a request should not. What it left
+    # in the cache goes again.
+    say("warming up")
+    length = min(32, engine.max_model_len - 2)
+    if length > 0:
+        engine.generate([0] * length, max_tokens=1, temperature=0.0, salt="warm-up")
+        engine.cache.reset()
+    return engine
+
+
+class _Narrator:
+    """Says how starting and stopping go: to people with the seconds so far, or to the log."""
+
+    def __init__(self, as_log: bool) -> None:
+        self._log = logging.getLogger("radixkv.server") if as_log else None
+        self._console = Console(stderr=True, highlight=False)
+        self._began_s = time.monotonic()
+
+    def __call__(self, message: str, *, warn: bool = False) -> None:
+        """Say one line."""
+        if self._log is not None:
+            self._log.log(logging.WARNING if warn else logging.INFO, message)
+            return
+        clock = f"{time.monotonic() - self._began_s:6.1f}s"
+        line = f"[dim]{clock}[/dim]  " + ("[yellow]warning:[/yellow] " if warn else "")
+        self._console.print(line, end="")
+        self._console.print(message, markup=False, soft_wrap=True)
+
+    def ready(self, engine: Engine, url: str) -> None:
+        """Say what is served and where, with a line to try it that works when pasted."""
+        stats, config = engine.stats(), engine.config
+        self(
+            f"serving {engine.model_name} on {url} ({engine.dtype}, {engine.device}, context "
+            f"{engine.max_model_len} tokens, {stats.num_blocks} blocks of {config.block_size})"
+        )
+        if self._log is None:
+            self._console.print("\nTry it:", style="bold")
+            # Plain print: a terminal may wrap it, but no line end gets into what is copied.
+            print(curl_line(url, engine.model_name), flush=True)
+            self._console.print("\nStop with Ctrl-C.", style="dim")
+
+
+def curl_line(url: str, model: str) -> str:
+    """Return a shell command that streams an answer from the server at ``url``."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        "stream": True,
+    }
+    return (
+        f"curl -N {shlex.quote(url + '/v1/chat/completions')} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def _fail(message: str) -> None:
+    """Say what is wrong, without a trace, and exit with 2."""
+    console = Console(stderr=True, highlight=False)
+    console.print("[red]radixkv:[/red] ", end="")
+    console.print(message, markup=False, soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,136 @@
+"""Reads settings once, from a TOML file and from flags; knows nothing of what they do.
+
+The file is flat: every flag of ``radixkv serve`` is a key of the same name (``--kv-memory`` is
+``kv_memory``; ``kv-memory`` is understood too). Flags win over the file, the file over defaults.
+Records and their limits live in ``radixkv/config.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from radixkv.config import EngineConfig, ServerConfig, parse_bytes
+from radixkv.errors import InvalidConfig
+
+_SIZES = ("kv_memory", "max_body")
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "text"),
+    "int": ((int,), "a whole number"),
+    "int | None": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that ``radixkv serve`` is told."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    insecure_remote: bool = False
+    """Allows a host that other machines reach; without it only loopback is served."""
+    vllm_metric_names: bool = False
+    """Also shows every metric under vLLM's name, for dashboards and routers made for it."""
+
+
+def load_settings(file: Path | None, flags: Mapping[str, object]) -> Settings:
+    """Merge ``flags`` (None: not given) over ``file``; raise InvalidConfig naming what is wrong."""
+    values = read_toml(file) if file is not None else {}
+    values |= {
+        name: _typed(name, value, "--" + name.replace("_", "-"))
+        for name, value in flags.items()
+        if value is not None
+    }
+    kinds = _kinds()
+    settings = Settings(
+        engine=EngineConfig(**_part(values, EngineConfig)),
+        server=ServerConfig(**_part(values, ServerConfig)),
+        **{name: values[name] for name in values if kinds[name][0] is Settings},  # type: ignore[arg-type]
+    )
+    _refuse_remote(settings)
+    return settings
+
+
+def read_toml(file: Path) -> dict[str, object]:
+    """Read a settings file; unknown keys, tables and values of the wrong type are refused."""
+    try:
+        with file.open("rb") as f:
+            raw = tomllib.load(f)
+    except FileNotFoundError:
+        raise InvalidConfig(f"config is {str(file)!r}: there is no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise InvalidConfig(f"config {file} cannot be read: {e}") from e
+    known = _kinds()
+    values: dict[str, object] = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise InvalidConfig(_unknown(key, name, value, sorted(known), str(file)))
+        if name in values:
+            raise InvalidConfig(f"{file}: {name} is given twice")
+        values[name] = _typed(name, value, f"{file}: {key}")
+    return values
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``; a name other than localhost is not trusted."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def setting_names() -> list[str]:
+    """Return every key that the file accepts, each also a flag."""
+    return sorted(_kinds())
+
+
+def _kinds() -> dict[str, tuple[type, str]]:
+    """Name -> (the record that it belongs to, its type as written there)."""
+    found = {
+        f.name: (owner, str(f.type))
+        for owner in (EngineConfig, ServerConfig)
+        for f in fields(owner)
+    }
+    own = {f.name: (Settings, str(f.type)) for f in fields(Settings) if f.type == "bool"}
+    return found | own
+
+
+def _part(values: Mapping[str, object], owner: type) -> dict[str, object]:
+    kinds = _kinds()
+    return {name: value for name, value in values.items() if kinds[name][0] is owner}
+
+
+def _typed(name: str, value: object, origin: str) -> object:
+    """Check the type of one value, and read sizes such as ``"1GiB"``."""
+    if name in _SIZES and isinstance(value, str | int) and not isinstance(value, bool):
+        return parse_bytes(value, origin)
+    accepted, wanted = _KINDS[_kinds()[name][1]]
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+        raise InvalidConfig(f"{origin} is {value!r}; wanted {wanted}")
+    return value
+
+
+def _unknown(key: str, name: str, value: object, known: list[str], file: str) -> str:
+    if isinstance(value, dict):
+        return f"{file}: [{key}] is a table; settings are plain keys at the top of the file"
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"{file}: unknown key {key!r}{hint} Accepted keys: {', '.join(known)}"
+
+
+def _refuse_remote(settings: Settings) -> None:
+    host = settings.server.host
+    if not settings.insecure_remote and not is_loopback(host):
+        raise InvalidConfig(
+            f"host is {host!r}, which other machines may reach, and this server asks nobody who "
+            "they are; use 127.0.0.1, or add --insecure-remote if the network itself is trusted"
+        )

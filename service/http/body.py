@@ -1,0 +1,129 @@
+"""Reads a request body into a model of it, or says in one sentence why it cannot.
+
+Knows JSON and pydantic; nothing of what the fields mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.http.errors import HttpError
+
+Model = TypeVar("Model", bound=BaseModel)
+_READ_TIMEOUT_S = 60.0
+# Validating a list of half a million token ids takes tens of milliseconds, which other streams
+# would feel: such a body is parsed in a thread.
+_INLINE_BYTES = 128 * 1024
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_body(request: web.Request, model: type[Model]) -> Model:
+    """Read and validate the JSON body of ``request``."""
+    if request.content_type != "application/json":
+        # Also keeps web pages out: a browser sends this type across origins only after asking.
+        raise HttpError(
+            415,
+            f"the body must be JSON with the header 'Content-Type: application/json', "
+            f"not {request.content_type!r}",
+        )
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise HttpError(408, f"the body did not arrive within {_READ_TIMEOUT_S:.0f} s") from None
+    if len(raw) <= _INLINE_BYTES:
+        return parse_body(raw, model)
+    return await asyncio.to_thread(parse_body, raw, model)
+
+
+def parse_body(raw: bytes, model: type[Model]) -> Model:
+    """Validate ``raw`` as ``model``; raises InvalidRequest naming the first field at fault."""
+    value = parse_json(raw)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {_kind(value)}")
+    try:
+        return model.model_validate(value)
+    except ValidationError as e:
+        raise _explain(e) from None
+
+
+def parse_json(raw: bytes) -> Any:
+    """Parse strict JSON: UTF-8, no NaN, no repeated names, no lone surrogates."""
+    try:
+        value = json.loads(
+            raw.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_repeats
+        )
+        if _SURROGATE.search(raw):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as e:
+        raise InvalidRequest(f"the body is not UTF-8 (byte {e.start})") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "the body escapes half of a surrogate pair (\\ud800-\\udfff)"
+        ) from None
+    except json.JSONDecodeError as e:
+        raise InvalidRequest(
+            f"the body is not JSON: {e.msg} (line {e.lineno}, column {e.colno})"
+        ) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except ValueError as e:
+        raise InvalidRequest(f"the body is not JSON that we accept: {e}") from None
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice[:80]!r} appears twice in one object")
+    return found
+
+
+def _explain(error: ValidationError) -> InvalidRequest:
+    """Say what pydantic found first, with the path in the style ``messages[0].role``."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = ""
+    for step in first["loc"]:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+    if first["type"] == "missing":
+        problem = InvalidRequest(f"missing required parameter: '{path}'", param=path)
+        problem.code = "missing_required_parameter"
+        return problem
+    text = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    wanted = text if text != first["msg"] else ""
+    got = _brief(first["input"])
+    message = (
+        f"{path} is {got}; wanted {wanted}"
+        if first["msg"].startswith("Input")
+        else (f"{path}: {text}" if path else text)
+    )
+    problem = InvalidRequest(message, param=path or None)
+    problem.code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return problem
+
+
+def _brief(value: object) -> str:
+    """Show a small value as JSON; of anything else only its kind, for it may be the prompt."""
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)[:40]
+    if isinstance(value, str) and len(value) <= 24:
+        return json.dumps(value)
+    return _kind(value)
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return names.get(type(value), "null" if value is None else "a number")

@@ -1,0 +1,135 @@
+"""POST /v1/chat/completions: parse, render, submit, and write the answer whole or bit by bit."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from radixkv.service.engine.params import Delta, Generation
+from radixkv.service.http.body import read_body
+from radixkv.service.http.deltas import deltas_of, finish_word, send_events
+from radixkv.service.http.logprobs import chat_logprobs, prompt_logprobs
+from radixkv.service.http.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatReply,
+    usage_reply,
+)
+from radixkv.service.http.schema import ChatRequest
+from radixkv.service.http.serving import SERVING, Serving
+from radixkv.service.http.sse import EventStream, json_reply
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.stream import Stream
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer a chat."""
+    serving = request.app[SERVING]
+    body = await read_body(request, ChatRequest)
+    serving.check_model(body.model)
+    params = body.sampling()
+    token_ids = await serving.render(body.messages, body.rendering())
+    answer = _Answer(serving, body)
+    with serving.running(request):
+        stream = serving.submit(
+            request,
+            token_ids,
+            params,
+            request_id=answer.id,
+            salt=body.cache_salt,
+            param="messages",
+        )
+        if body.stream:
+            return await send_events(request, serving, lambda events: answer.send(events, stream))
+        return json_reply(answer.whole(await stream.aresult()))
+
+
+class _Answer:
+    """Writes one answer; everything that is the same in all its parts is fixed here."""
+
+    def __init__(self, serving: Serving, body: ChatRequest) -> None:
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = serving.engine.model_name
+        self._serving = serving
+        self._body = body
+
+    def whole(self, generation: Generation) -> ChatReply:
+        """Build the answer that is not streamed."""
+        choices: list[ChatChoice] = []
+        for choice in generation.choices:
+            part: ChatChoice = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": chat_logprobs(choice.logprobs),
+                "finish_reason": finish_word(choice.finish_reason),
+                "stop_reason": choice.stop_reason,
+            }
+            if self._body.return_token_ids:
+                part["token_ids"] = list(choice.token_ids)
+            choices.append(part)
+        reply: ChatReply = {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": usage_reply(generation.usage),
+        }
+        if self._body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs(
+                generation.prompt_logprobs, self._body.prompt_logprobs
+            )
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = list(generation.prompt_token_ids)
+        return reply
+
+    async def send(self, events: EventStream, stream: Stream) -> None:
+        """Write the answer as events."""
+        begun: set[int] = set()
+        async with aclosing(deltas_of([stream], self._serving.metrics)) as deltas:
+            async for index, delta in deltas:
+                if index not in begun:
+                    first = self._chunk([_part(index, {"role": "assistant", "content": ""})])
+                    if self._body.return_token_ids and not begun:
+                        first["prompt_token_ids"] = list(stream.prompt_token_ids)
+                    begun.add(index)
+                    await events.send(first)
+                await events.send(self._chunk([self._delta(index, delta)]))
+        if self._body.include_usage:
+            last = self._chunk([])
+            last["usage"] = usage_reply(stream.usage)
+            await events.send(last)
+
+    def _delta(self, index: int, delta: Delta) -> ChatChunkChoice:
+        part = _part(index, {"content": delta.text} if delta.text else {})
+        part["logprobs"] = chat_logprobs(delta.logprobs)
+        if delta.finish_reason is not None:
+            part["finish_reason"] = finish_word(delta.finish_reason)
+            part["stop_reason"] = delta.stop_reason
+        if self._body.return_token_ids:
+            part["token_ids"] = list(delta.token_ids)
+        return part
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        chunk: ChatChunk = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if self._body.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def _part(index: int, delta: ChatDelta) -> ChatChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,74 @@
+"""The routes that say what is served and whether it is: models, health, version, load, metrics.
+
+None of them waits for the engine: they read what it last said of itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+import radixkv
+from radixkv.errors import EngineDead
+from radixkv.service.http.errors import ModelNotFound
+from radixkv.service.http.replies import HealthReply, LoadReply, ModelCard, ModelList, VersionReply
+from radixkv.service.http.serving import SERVING
+from radixkv.service.http.sse import json_reply
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.engine import Engine
+
+
+async def health(request: web.Request) -> web.Response:
+    """Answer 200 while the engine serves, 503 while it loads and after it died."""
+    engine = request.app[SERVING].engine
+    if not engine.alive:
+        raise EngineDead("The engine has stopped; restart the server.")
+    reply: HealthReply = {"status": "ok"}
+    return json_reply(reply)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """List the one model that is served."""
+    reply: ModelList = {"object": "list", "data": [_card(request.app[SERVING].engine)]}
+    return json_reply(reply)
+
+
+async def one_model(request: web.Request) -> web.Response:
+    """Describe a model by its id, which may contain slashes."""
+    engine, name = request.app[SERVING].engine, request.match_info["model"]
+    if name != engine.model_name:
+        raise ModelNotFound(name, engine.model_name)
+    return json_reply(_card(engine))
+
+
+async def version(request: web.Request) -> web.Response:
+    """Tell the version."""
+    reply: VersionReply = {"version": radixkv.__version__}
+    return json_reply(reply)
+
+
+async def load(request: web.Request) -> web.Response:
+    """Tell how many sequences run or wait."""
+    stats = request.app[SERVING].engine.stats()
+    reply: LoadReply = {"server_load": stats.num_running + stats.num_waiting}
+    return json_reply(reply)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Show counters and histograms to Prometheus, also while the model loads."""
+    body, content_type = request.app[SERVING].metrics.expose(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _card(engine: Engine) -> ModelCard:
+    return {
+        "id": engine.model_name,
+        "object": "model",
+        "created": engine.created,
+        "owned_by": "radixkv",
+        "root": engine.model_name,
+        "parent": None,
+        "max_model_len": engine.max_model_len,
+    }

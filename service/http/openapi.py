@@ -1,0 +1,193 @@
+"""GET /openapi.json: the service described in OpenAPI 3.1, from the models that check its bodies.
+
+A route that is not in ``ROUTES`` fails a test, so the document cannot fall behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from aiohttp import web
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+
+import radixkv
+from radixkv.service.http.cache_api import CacheResetReply, CacheStatsReply
+from radixkv.service.http.errors import ErrorReply
+from radixkv.service.http.replies import (
+    ChatChunk,
+    ChatReply,
+    CompletionReply,
+    DetokenizeReply,
+    HealthReply,
+    LoadReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+    VersionReply,
+)
+from radixkv.service.http.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from radixkv.service.http.sse import json_reply
+
+_ERRORS = {
+    400: "The request cannot be served; `param` names the field at fault. A prompt that is too "
+    "long has the code `context_length_exceeded`.",
+    403: "Not allowed for this caller.",
+    404: "No such model or route.",
+    409: "Not possible now; the message says why.",
+    413: "The body is larger than `max_body`.",
+    415: "The body is not declared as JSON.",
+    429: "The queue is full; `Retry-After` says when to try again.",
+    500: "A bug; the log has the details under the request's id.",
+    503: "The model is loading, the server is stopping, or the engine has died.",
+}
+_BODY_ERRORS = (400, 404, 413, 415, 429, 500, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One operation of the service."""
+
+    method: str
+    path: str
+    name: str
+    summary: str
+    tag: str
+    reply: Any = None
+    """None: plain text."""
+    body: Any = None
+    events: Any = None
+    """What each server-sent event holds, if the answer can be streamed."""
+    errors: tuple[int, ...] = (500, 503)
+
+
+ROUTES = (
+    Route("post", "/v1/chat/completions", "createChatCompletion", "Answer a chat", "generation",
+          ChatReply, ChatRequest, ChatChunk, _BODY_ERRORS),
+    Route("post", "/v1/completions", "createCompletion", "Complete prompts", "generation",
+          CompletionReply, CompletionRequest, CompletionReply, _BODY_ERRORS),
+    Route("get", "/v1/models", "listModels", "List the served model", "models", ModelList),
+    Route("get", "/v1/models/{model}", "retrieveModel", "Describe the served model", "models",
+          ModelCard, errors=(404, 500, 503)),
+    Route("post", "/tokenize", "tokenize", "Turn text or a chat into token ids", "tokens",
+          TokenizeReply, TokenizeRequest, errors=_BODY_ERRORS),
+    Route("post", "/detokenize", "detokenize", "Turn token ids into text", "tokens",
+          DetokenizeReply, DetokenizeRequest, errors=_BODY_ERRORS),
+    Route("get", "/v1/cache/stats", "cacheStats", "Show what the cache holds and gave", "cache",
+          CacheStatsReply),
+    Route("post", "/v1/cache/reset", "cacheReset", "Empty the cache", "cache",
+          CacheResetReply, errors=(403, 409, 500, 503)),
+    Route("post", "/reset_prefix_cache", "resetPrefixCache", "Empty the cache (vLLM's path)",
+          "cache", CacheResetReply, errors=(403, 409, 500, 503)),
+    Route("get", "/health", "health", "Tell whether the engine serves", "operation", HealthReply),
+    Route("get", "/v1/health", "healthV1", "The same under llama.cpp's path", "operation",
+          HealthReply),
+    Route("get", "/ping", "ping", "The same under SageMaker's path", "operation", HealthReply),
+    Route("get", "/version", "version", "Tell the version", "operation", VersionReply,
+          errors=(500,)),
+    Route("get", "/load", "load", "Count running and waiting sequences", "operation", LoadReply),
+    Route("get", "/metrics", "metrics", "Show metrics to Prometheus", "operation", errors=(500,)),
+    Route("get", "/openapi.json", "openapi", "This document", "operation", dict[str, Any],
+          errors=(500,)),
+)  # fmt: skip
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """Describe the service."""
+    return json_reply(document())
+
+
+@cache
+def document() -> dict[str, Any]:
+    """Build the document, once."""
+    types = {
+        (role, route.name): kind
+        for route in ROUTES
+        for role, kind in (("reply", route.reply), ("body", route.body), ("event", route.events))
+        if kind is not None
+    }
+    inputs: list[tuple[Any, JsonSchemaMode, TypeAdapter[Any]]] = [
+        (key, "validation", TypeAdapter(kind)) for key, kind in types.items()
+    ]
+    inputs.append(("error", "validation", TypeAdapter(ErrorReply)))
+    refs, shared = TypeAdapter.json_schemas(
+        inputs,
+        ref_template="#/components/schemas/{model}",
+        schema_generator=GenerateJsonSchema,
+    )
+    schemas = {key: schema for (key, _), schema in refs.items()}
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method] = _operation(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "radixkv",
+            "version": radixkv.__version__,
+            "description": "Text generation with an exact prefix cache, for OpenAI's clients.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": shared.get("$defs", {}),
+            "headers": {
+                "RequestId": {
+                    "description": "The caller's X-Request-Id, or one that we made.",
+                    "schema": {"type": "string"},
+                }
+            },
+        },
+    }
+
+
+def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    headers = {"X-Request-Id": {"$ref": "#/components/headers/RequestId"}}
+    answer: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if route.reply is not None:
+        answer = {"application/json": {"schema": schemas["reply", route.name]}}
+    if route.events is not None:
+        answer["text/event-stream"] = {
+            "schema": {
+                "type": "string",
+                "description": "With `stream: true`: events `data: <JSON>`, each separated by an "
+                "empty line; comments (`: ping`) in between while nothing happens; "
+                "`data: [DONE]` last. An error after the start is one event with an error "
+                "object, and ends the stream without `[DONE]`.",
+                "contentMediaType": "application/json",
+                "contentSchema": {"oneOf": [schemas["event", route.name], schemas["error"]]},
+            }
+        }
+    responses: dict[str, Any] = {
+        "200": {"description": route.summary + ".", "headers": headers, "content": answer}
+    }
+    for status in route.errors:
+        more = {"Retry-After": {"schema": {"type": "integer"}}} if status in (429, 503) else {}
+        responses[str(status)] = {
+            "description": _ERRORS[status],
+            "headers": headers | more,
+            "content": {"application/json": {"schema": schemas["error"]}},
+        }
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "tags": [route.tag],
+        "responses": responses,
+    }
+    if "{model}" in route.path:
+        operation["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if route.body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schemas["body", route.name]}},
+        }
+    return operation

@@ -1,0 +1,155 @@
+"""What the handlers share: the engine once it is loaded, its metrics, the requests in flight.
+
+Knows how to bring a prompt to the engine without holding up the event loop; nothing of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiohttp import web
+
+from radixkv.errors import RadixKVError
+from radixkv.service.engine.params import SamplingParams
+from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
+from radixkv.service.http.messages import Message
+from radixkv.service.http.observe import line_of
+from radixkv.service.metrics import Metrics
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.engine import Engine
+    from radixkv.service.engine.stream import Stream
+
+T = TypeVar("T")
+PING_S = 15.0
+# About 5 ms of tokenizing; what is longer goes to a thread, so that no stream stutters for it.
+_INLINE_CHARS = 16 * 1024
+
+
+class Aborted(RadixKVError):
+    """The server gave up a request that its client still wanted."""
+
+    status = 503
+    code = "aborted"
+
+    def __init__(self) -> None:
+        super().__init__("The request was aborted, because the server is shutting down.")
+
+
+class Serving:
+    """Lives as long as the server; used on the event loop only.
+
+    Each request in flight is in ``active`` from its submission to its end, so that stopping can
+    wait for it or end it.
+    """
+
+    def __init__(self, *, ping_s: float = PING_S, vllm_metric_names: bool = False) -> None:
+        self.ping_s = ping_s
+        self.metrics = Metrics(vllm_names=vllm_metric_names)
+        self.draining = False
+        self.active: set[Stream] = set()
+        self._engine: Engine | None = None
+        self._one_ended = asyncio.Event()
+        self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="radixkv-tokenize")
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises Loading before there is one."""
+        if self._engine is None:
+            raise Loading
+        return self._engine
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is an engine."""
+        return self._engine is not None
+
+    def start(self, engine: Engine) -> None:
+        """Begin to serve with ``engine``, which stays the caller's to close."""
+        self._engine = engine
+        self.metrics.attach(engine)
+
+    def stop(self) -> None:
+        """Let go of the threads."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound unless ``name`` is the served model's; no name means that one."""
+        served = self.engine.model_name
+        if name is not None and name not in ("", "default", served):
+            raise ModelNotFound(name, served)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Turn text into token ids."""
+        tokenize = partial(self.engine.tokenize, text, add_special_tokens=add_special_tokens)
+        return await self._run(len(text), tokenize)
+
+    async def render(self, messages: Sequence[Message], rendering: dict[str, Any]) -> list[int]:
+        """Turn a chat into token ids."""
+        shown = [message.for_template() for message in messages]
+        size = sum(len(message["content"]) for message in shown)
+        return await self._run(size, partial(self.engine.render, shown, **rendering))
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Turn token ids into text."""
+        return await self._run(4 * len(token_ids), partial(self.engine.detokenize, token_ids))
+
+    def submit(
+        self,
+        request: web.Request,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        salt: str | None,
+        param: str,
+    ) -> Stream:
+        """Queue one prompt; raises what ``Engine.submit`` raises. To be used inside ``running``."""
+        if self.draining:
+            raise ShuttingDown
+        stream = self.engine.submit(
+            token_ids, params, request_id=request_id, salt=salt, param=param
+        )
+        self.active.add(stream)
+        line_of(request).streams.append(stream)
+        return stream
+
+    @contextmanager
+    def running(self, request: web.Request) -> Iterator[None]:
+        """End what ``request`` submitted, however the handler is left, and observe its times."""
+        line = line_of(request)
+        try:
+            yield
+        finally:
+            for stream in line.streams:
+                self.active.discard(stream)
+                if stream.finished:
+                    self.metrics.observe(stream, line.started_s)
+                stream.abort()
+            self._one_ended.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is in flight; False if that took too long."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.active:
+            self._one_ended.clear()
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                await asyncio.wait_for(self._one_ended.wait(), left)
+            except TimeoutError:
+                return False
+        return True
+
+    async def _run(self, size: int, function: Callable[[], T]) -> T:
+        """Call ``function`` here if its input is small, else in a thread."""
+        if size <= _INLINE_CHARS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+
+SERVING = web.AppKey("SERVING", Serving)

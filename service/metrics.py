@@ -1,0 +1,227 @@
+"""Shows an engine's counters, and the times of requests, to Prometheus.
+
+Counters are read from the engine's last snapshot when somebody scrapes, so a scrape never waits for
+a step, and what is counted is counted in one place. Units are tokens, blocks and seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.engine import Engine
+    from radixkv.service.engine.stream import Stream
+
+PREFIX = "radixkv:"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+_TIMES = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
+    "inter_token_latency_seconds": ("Between two events of a streamed choice.", _STEP_SECONDS),
+    "request_time_per_output_token_seconds": (
+        "Decode time of a request by its tokens after the first.",
+        _STEP_SECONDS,
+    ),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _SECONDS),
+    "request_queue_time_seconds": ("From submission to first admission.", _SECONDS),
+    "request_prefill_time_seconds": ("From first admission to the first token.", _SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last.", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens of a request's choices.", _TOKENS),
+}
+
+
+class Metrics:
+    """One server's registry. Histograms are fed by the event loop, counters read at a scrape."""
+
+    def __init__(self, *, vllm_names: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        self._target: Collector | CollectorRegistry = (
+            _WithVllmNames(self.registry) if vllm_names else self.registry
+        )
+        self._answers = Counter(
+            PREFIX + "http_responses",
+            "Answers by route and status; 499 is a client that hung up.",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        self._times: dict[str, Histogram] = {}
+
+    def attach(self, engine: Engine) -> None:
+        """Begin to show ``engine``; once."""
+        name = engine.model_name
+        for metric, (text, buckets) in _TIMES.items():
+            self._times[metric] = Histogram(
+                PREFIX + metric, text, ("model_name",), registry=self.registry, buckets=buckets
+            ).labels(name)
+        self.registry.register(EngineCollector(engine))
+
+    def count_answer(self, route: str, status: int) -> None:
+        """Count one HTTP answer; ``route`` is the pattern, not the path, so labels stay few."""
+        self._answers.labels(route, str(status)).inc()
+
+    def observe(self, stream: Stream, arrived_s: float) -> None:
+        """Record the times of a request that is finished; ``arrived_s`` is when HTTP saw it."""
+        first, last, admitted = stream.first_token_s, stream.finished_s, stream.admitted_s
+        if first is None or last is None or admitted is None:
+            return
+        usage = stream.usage
+        times = {
+            "time_to_first_token_seconds": first - arrived_s,
+            "e2e_request_latency_seconds": last - arrived_s,
+            "request_queue_time_seconds": admitted - stream.arrived_s,
+            "request_prefill_time_seconds": first - admitted,
+            "request_decode_time_seconds": last - first,
+            "request_prompt_tokens": usage.prompt_tokens,
+            "request_generation_tokens": usage.completion_tokens,
+        }
+        per_choice = usage.completion_tokens / stream.num_choices
+        if per_choice > 1:
+            times["request_time_per_output_token_seconds"] = (last - first) / (per_choice - 1)
+        for name, value in times.items():
+            self._times[name].observe(value)
+
+    def observe_gap(self, seconds: float) -> None:
+        """Record the time between two events of one streamed choice."""
+        self._times["inter_token_latency_seconds"].observe(seconds)
+
+    def expose(self, accept: str) -> tuple[bytes, str]:
+        """Return the text that a scraper with this ``Accept`` header wants, and its type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._target), content_type
+
+
+class EngineCollector(Collector):
+    """Reads one engine's snapshot at each scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that registering does not collect."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every counter and gauge as of the engine's last step."""
+        stats, config, model = self._engine.stats(), self._engine.config, self._engine.model_name
+        cache = stats.cache
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up.", cache.queried_tokens),
+            "prefix_cache_hits": ("Prompt tokens found, whole blocks or not.", cache.hit_tokens),
+            "prefix_cache_partial_hits": (
+                "Found tokens that ended inside a block.",
+                cache.partial_hit_tokens,
+            ),
+            "prompt_tokens": ("Prompt tokens of admitted requests.", stats.prompt_tokens_total),
+            "prompt_tokens_cached": (
+                "Those that came from the cache.",
+                stats.prompt_tokens_cached_total,
+            ),
+            "prompt_tokens_computed": (
+                "Those that were computed, once each.",
+                stats.prompt_tokens_computed_total,
+            ),
+            "recomputed_tokens": (
+                "Tokens computed again after a preemption.",
+                stats.recomputed_tokens_total,
+            ),
+            "generation_tokens": ("Tokens generated.", stats.generation_tokens_total),
+            "num_preemptions": ("Running sequences put back.", stats.preemptions_total),
+            "requests_rejected": ("Requests refused for a full queue.", stats.rejected_total),
+            "requests_failed": ("Requests ended by an error.", stats.failed_total),
+            "evicted_blocks": ("Cached blocks given up for others.", cache.evicted_blocks),
+            "published_blocks": ("Blocks that entered the cache.", cache.published_blocks),
+            "cow_copies": ("Blocks copied before a write.", cache.cow_copies),
+            "cache_resets": ("Times that the cache was emptied.", cache.resets),
+            "engine_steps": ("Forward passes.", stats.steps_total),
+            "invariant_violations": ("Broken invariants; a bug.", stats.violations_total),
+        }
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
+            counter.add_metric((model,), value)
+            yield counter
+        finished = CounterMetricFamily(
+            PREFIX + "request_success",
+            "Requests ended, by reason.",
+            labels=("model_name", "finished_reason"),
+        )
+        for reason in sorted({"stop", "length", "abort", *stats.finished}):
+            finished.add_metric((model, reason), stats.finished.get(reason, 0))
+        yield finished
+        gauges = {
+            "num_requests_running": ("Sequences in the batch.", stats.num_running),
+            "num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
+            "kv_cache_usage_perc": (
+                "Share of blocks held by running requests, 0 to 1.",
+                stats.used_blocks / max(stats.num_blocks, 1),
+            ),
+            "engine_alive": ("Whether the engine serves.", int(self._engine.alive)),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
+            gauge.add_metric((model,), value)
+            yield gauge
+        blocks = GaugeMetricFamily(
+            PREFIX + "kv_blocks", "Blocks by state.", labels=("model_name", "state")
+        )
+        blocks.add_metric((model, "free"), stats.free_blocks)
+        blocks.add_metric((model, "cached"), stats.cached_blocks)
+        blocks.add_metric((model, "used"), stats.used_blocks)
+        yield blocks
+        about = {
+            "block_size": config.block_size,
+            "num_gpu_blocks": stats.num_blocks,
+            "cache_dtype": self._engine.dtype,
+            "device": self._engine.device,
+            "enable_prefix_caching": config.prefix_cache,
+            "max_model_len": self._engine.max_model_len,
+        }
+        info = GaugeMetricFamily(
+            PREFIX + "cache_config_info",
+            "How the cache is laid out; the value is always 1.",
+            labels=("model_name", *about),
+        )
+        info.add_metric((model, *map(str, about.values())), 1)
+        yield info
+
+
+_VLLM = frozenset(_TIMES) | {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "num_preemptions",
+    "request_success",
+    "cache_config_info",
+}
+"""What vLLM has by the same name and in the same unit."""
+
+
+class _WithVllmNames(Collector):
+    """The same metrics, and those that vLLM has too once more under ``vllm:``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            name = metric.name.removeprefix(PREFIX)
+            if name in _VLLM:
+                twin = Metric("vllm:" + name, metric.documentation, metric.type)
+                twin.samples = [
+                    s._replace(name="vllm:" + s.name.removeprefix(PREFIX)) for s in metric.samples
+                ]
+                yield twin
