@@ -73,5 +73,5 @@ def adapter_digest(weights: str, scale: float) -> str:
     return digest_value({"weights": weights, "scale": float(scale)})
 
 
-def _blake2b() -> hashlib._Hash:
+def _blake2b() -> Any:
     return hashlib.blake2b(digest_size=DIGEST_BYTES)

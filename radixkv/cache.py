@@ -1,0 +1,255 @@
+"""The prefix cache: what of a sequence is resident, held for as long as it is used.
+
+Knows identities, token bytes and block ids; nothing of tensors, models or requests. Whoever uses
+it owns ``num_blocks`` blocks of device memory, computes what is missing and says when it is done.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv import audit
+from radixkv.blocks import BlockIds, BlockPool
+from radixkv.errors import CacheBusy, OutOfBlocks
+from radixkv.identity.identity import CacheIdentity
+from radixkv.stats import CacheStats
+from radixkv.table import BlockTable
+from radixkv.tokens import encode
+from radixkv.tree import NOTHING, Match, RadixTree
+
+_NO_IDS: BlockIds = np.empty(0, np.int64)
+
+
+class Lease:
+    """A hold on the resident prefix of a sequence: while it lives, no block of it goes.
+
+    ``cached_tokens`` counts whole blocks and the beginning of one more, which is to be copied
+    before it is written behind. End it with ``release()`` (idempotent), by leaving its context, or
+    by handing it to ``PrefixCache.open``.
+    """
+
+    __slots__ = ("_cache", "_ids", "cached_tokens", "identity", "num_whole", "released")
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        identity: CacheIdentity,
+        ids: BlockIds,
+        num_whole: int,
+        cached_tokens: int,
+    ) -> None:
+        self._cache = cache
+        self._ids = ids
+        self.identity = identity
+        self.num_whole = num_whole
+        self.cached_tokens = cached_tokens
+        self.released = False
+        cache._live.add(self)
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]:
+        """The blocks that hold the cached tokens, the last perhaps in part; a copy. [n] int32."""
+        return self._ids.astype(np.int32)
+
+    def release(self) -> None:
+        """Let the blocks go; they stay cached. Idempotent."""
+        if self.released:
+            return
+        self.released = True
+        self._cache._live.discard(self)
+        if len(self._ids):
+            self._cache.tree.release(self._ids)
+        self._ids = _NO_IDS
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def references(self) -> list[int]:
+        """Return each block that this lease holds a reference to."""
+        return [*self._ids.tolist()]
+
+
+class PrefixCache:
+    """A pool of blocks and the tree of what they hold. For one thread.
+
+    A sequence's life: ``acquire`` what is resident, ``open`` a table, ``reserve`` room, compute,
+    ``commit``, ``publish``, and ``release``. Blocks enter the tree only at ``publish``, when their
+    KV exists; so whatever ends early just releases, and nobody ever reads what was not written.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        enabled: bool = True,
+        force_miss: bool = False,
+    ) -> None:
+        """``enabled=False`` shares nothing; ``force_miss=True`` keeps all in order but finds none.
+
+        The second is a control for measurements: every step is taken, no KV is reused.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; wanted at least 1")
+        self.block_size = block_size
+        self.enabled = enabled
+        self.force_miss = force_miss
+        self.pool = BlockPool(num_blocks)
+        self.tree = RadixTree(self.pool, block_size)
+        self._live: set[Lease | BlockTable] = set()
+        self._queries = self._queried = self._hit = self._partial = 0
+        self._resumed_queried = self._resumed_hit = 0
+        self._cow_copies = self._resets = 0
+
+    # -- sequences ---------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        identity: CacheIdentity,
+        tokens: bytes,
+        *,
+        max_cached: int | None = None,
+        resumed: bool = False,
+    ) -> Lease:
+        """Find the longest resident prefix of ``tokens`` and hold it, before anything else happens.
+
+        At most ``max_cached`` tokens; by default all but the last, which is left to compute because
+        its logits are wanted. ``resumed``: the sequence was counted before and was preempted.
+        """
+        if type(tokens) is not bytes:
+            tokens = encode(tokens)
+        match, cached = self._match(identity, tokens, max_cached)
+        num_tokens = len(tokens) // 4
+        if resumed:
+            self._resumed_queried += num_tokens
+            self._resumed_hit += cached
+        else:
+            self._queries += 1
+            self._queried += num_tokens
+            self._hit += cached
+            self._partial += match.num_valid
+        if not cached:
+            return Lease(self, identity, _NO_IDS, 0, 0)
+        runs = match.runs
+        if match.source is None:
+            packed = b"".join(runs)
+        else:
+            packed = b"".join([*runs, match.source.to_bytes(4, sys.byteorder)])
+        ids = np.frombuffer(packed, np.int32).astype(np.int64)
+        self.tree.hold(ids)
+        return Lease(self, identity, ids, match.num_whole, cached)
+
+    def lookup(
+        self, identity: CacheIdentity, tokens: bytes, *, max_cached: int | None = None
+    ) -> int:
+        """Return the tokens that ``acquire`` would find. Holds, touches and counts nothing."""
+        if type(tokens) is not bytes:
+            tokens = encode(tokens)
+        return self._match(identity, tokens, max_cached)[1]
+
+    def open(self, lease: Lease) -> BlockTable:
+        """Return a sequence's table, which takes over what ``lease`` holds, and end the lease."""
+        if lease.released:
+            raise ValueError("this lease was released or opened before")
+        lease.released = True
+        self._live.discard(lease)
+        ids, lease._ids = lease._ids, _NO_IDS
+        return BlockTable(self, lease.identity, ids, lease.cached_tokens, lease.num_whole)
+
+    def _match(
+        self, identity: CacheIdentity, tokens: bytes, max_cached: int | None
+    ) -> tuple[Match, int]:
+        limit = len(tokens) - 4 if max_cached is None else min(4 * max_cached, len(tokens))
+        if limit <= 0 or self.force_miss:
+            return NOTHING, 0
+        match = self.tree.match(identity, tokens, limit)
+        if match is NOTHING:
+            self.tree.expect(identity)
+        return match, match.num_whole * self.block_size + match.num_valid
+
+    def _take(self, n: int) -> BlockIds:
+        """Take ``n`` blocks, evicting what is missing; OutOfBlocks before anything is evicted."""
+        short = n - self.pool.free
+        if short > 0:
+            if short > self.tree.evictable:
+                raise OutOfBlocks(n, self.pool.free, self.tree.evictable)
+            self.tree.evict(short)
+        return self.pool.take(n)
+
+    # -- the whole ---------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Blocks that could be taken now: free ones and those that may be evicted. O(1)."""
+        return self.pool.free + self.tree.evictable
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return self.pool.capacity
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return self.pool.free
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks in the tree, in use or not."""
+        return self.tree.num_blocks
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Blocks that only the tree holds."""
+        return self.tree.evictable
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the answer of a look-up may have changed."""
+        return self.tree.version
+
+    def reset(self) -> int:
+        """Forget everything; return how many blocks that freed. CacheBusy while any is in use."""
+        if self._live:
+            tables = sum(isinstance(x, BlockTable) for x in self._live)
+            raise CacheBusy(
+                f"the cache is in use by {tables} sequences and {len(self._live) - tables} leases; "
+                "retry when they have ended"
+            )
+        self._resets += 1
+        return self.tree.clear()
+
+    def stats(self) -> CacheStats:
+        """Return counters and gauges as they are now. O(1)."""
+        pool, tree = self.pool, self.tree
+        return CacheStats(
+            queries=self._queries,
+            queried_tokens=self._queried,
+            hit_tokens=self._hit,
+            partial_hit_tokens=self._partial,
+            resumed_queried_tokens=self._resumed_queried,
+            resumed_hit_tokens=self._resumed_hit,
+            published_blocks=tree.num_published,
+            deduplicated_blocks=tree.num_deduplicated,
+            evicted_blocks=tree.num_evicted,
+            cow_copies=self._cow_copies,
+            resets=self._resets,
+            num_blocks=pool.capacity,
+            free_blocks=pool.free,
+            referenced_blocks=pool.referenced,
+            cached_blocks=tree.num_blocks,
+            evictable_blocks=tree.evictable,
+            nodes=tree.num_nodes,
+            identities=len(tree.roots),
+        )
+
+    def check(self) -> list[str]:
+        """Return each broken invariant in words. O(blocks): for tests and idle moments."""
+        held = [block for user in self._live for block in user.references()]
+        return audit.check(self.tree, held)

@@ -1,0 +1,235 @@
+"""The blocks of one sequence, in order, and the right to write behind its last token.
+
+Knows positions and block ids; of tokens only that equal ones may share. Moves no KV itself: what
+must be copied is returned, for whoever runs the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.errors import OutOfBlocks
+from radixkv.identity.identity import CacheIdentity
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+    from radixkv.tree import Node
+
+
+class BlockTable:
+    """Logical block -> physical block, and how many tokens' KV exists.
+
+        positions   0 ........ num_tokens ........ len(blocks) * block_size
+                    | KV exists | reserved: may be written |
+
+    Holds one reference to each block, released by ``release()`` or on leaving its context. The
+    first ``num_published`` blocks are in the tree. Blocks that others hold too are never written:
+    ``reserve`` replaces the one under the write position by a copy. Not thread-safe.
+    """
+
+    __slots__ = (
+        "_cache",
+        "_held",
+        "_hint",
+        "_ids",
+        "_len",
+        "cached_tokens",
+        "identity",
+        "num_published",
+        "num_tokens",
+        "released",
+    )
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        identity: CacheIdentity,
+        ids: BlockIds,
+        num_tokens: int,
+        num_published: int,
+    ) -> None:
+        self._cache = cache
+        self._ids = ids  # with room to spare; the first _len are ours
+        self._len = len(ids)
+        self._held: list[int] = []  # sources of copies that the device has yet to make
+        self._hint: Node | None = None  # where the published part ends, if at a node
+        self.identity = identity
+        self.num_tokens = num_tokens
+        self.cached_tokens = num_tokens
+        self.num_published = num_published
+        self.released = False
+        cache._live.add(self)
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]:
+        """The physical blocks in order, reserved ones included; a copy. [n] int32."""
+        return self._ids[: self._len].astype(np.int32)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held, reserved ones included."""
+        return self._len
+
+    def blocks_needed(self, n: int) -> int:
+        """Return how many new blocks ``reserve(n)`` would take now, a copy's target included."""
+        cache = self._cache
+        size = cache.block_size
+        needed = max(0, -(-(self.num_tokens + n) // size) - self._len)
+        if n > 0 and self.num_tokens % size and self._is_shared(self.num_tokens // size):
+            needed += 1
+            if needed == cache.available + 1 and self._can_take_over(self.num_tokens // size):
+                needed -= 1
+        return needed
+
+    def reserve(self, n: int) -> list[BlockCopy]:
+        """Make positions ``[num_tokens, num_tokens + n)`` writable; return what to copy first.
+
+        All or nothing: OutOfBlocks leaves everything as it was. The source of a copy stays
+        referenced until ``commit()``, so it may be read until then.
+        """
+        self._expect_live()
+        if n < 0:
+            raise ValueError(f"reserve({n}); wanted 0 or more")
+        cache = self._cache
+        size = cache.block_size
+        new = -(-(self.num_tokens + n) // size) - self._len
+        if new < 0:
+            new = 0
+        at, num_valid = divmod(self.num_tokens, size)
+        if num_valid == 0 or n == 0 or not self._is_shared(at):
+            if new:
+                self._append(cache._take(new))
+            return []
+        if new + 1 > cache.available:
+            if new > cache.available or not self._can_take_over(at):
+                raise OutOfBlocks(new + 1, cache.pool.free, cache.tree.evictable)
+            # The block to copy is held by us and the tree alone, and its room is needed: rather
+            # than fail beside it, take it out of the tree and write in place.
+            cache.tree.evict(cache.tree.evictable)
+            if cache.tree.disown(self._ids.item(at)):
+                if new:
+                    self._append(cache._take(new))
+                return []
+        taken = cache._take(new + 1)
+        source, target = self._ids.item(at), taken.item(0)
+        self._ids[at] = target
+        self._held.append(source)
+        if new:
+            self._append(taken[1:])
+        cache._cow_copies += 1
+        return [BlockCopy(source, target, num_valid)]
+
+    def commit(self, n: int) -> None:
+        """Note that the device has made the copies and the KV of ``n`` more tokens."""
+        self._expect_live()
+        if not 0 <= n <= self._len * self._cache.block_size - self.num_tokens:
+            raise ValueError(
+                f"commit({n}): {self._len * self._cache.block_size - self.num_tokens} reserved"
+            )
+        self.num_tokens += n
+        if self._held:
+            self._let_sources_go()
+
+    def publish(self, tokens: bytes, *, tail: bool = False) -> None:
+        """Let others share the whole blocks of the first ``num_tokens``, whose KV exists.
+
+        ``tokens`` are the sequence's, at least that many. Where equal blocks are resident the table
+        is pointed at them and its own are freed. With ``tail`` the tokens behind the last whole
+        block are shared too. O(what is new), plus a memcmp of the rest in the worst case.
+        """
+        self._expect_live()
+        cache = self._cache
+        if not cache.enabled:
+            return
+        num_whole, rest = divmod(self.num_tokens, cache.block_size)
+        if len(tokens) < 4 * self.num_tokens:
+            raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {self.num_tokens}")
+        if num_whole > self.num_published:
+            self._hint = cache.tree.insert(
+                self.identity, tokens, self._ids[:num_whole], self.num_published, self._hint
+            )
+            self.num_published = num_whole
+        if tail and rest:
+            end = 4 * self.num_tokens
+            key = tokens if len(tokens) == end else tokens[:end]
+            cache.tree.insert_tail(self.identity, key, self._ids[: num_whole + 1], self._hint)
+
+    def fork(self) -> BlockTable:
+        """Return a second table of the same tokens: it shares their blocks and copies on write."""
+        self._expect_live()
+        ids = self._ids[: -(-self.num_tokens // self._cache.block_size)].copy()
+        if len(ids):
+            self._cache.pool.share(ids)
+        twin = BlockTable(self._cache, self.identity, ids, self.num_tokens, self.num_published)
+        twin.cached_tokens = self.cached_tokens
+        twin._hint = self._hint
+        return twin
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` and let go the blocks behind them, reserved ones too."""
+        self._expect_live()
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise ValueError(f"truncate({num_tokens}): KV exists for {self.num_tokens} tokens")
+        size = self._cache.block_size
+        keep = -(-num_tokens // size)
+        gone = self._ids[keep : self._len]
+        self._len = keep
+        self.num_tokens = num_tokens
+        if self.num_published > num_tokens // size:
+            self.num_published = num_tokens // size
+            self._hint = None
+        if gone.size:
+            self._cache.tree.release(gone)
+
+    def release(self) -> None:
+        """Let all blocks go: what was published stays cached, the rest is free. Idempotent."""
+        if self.released:
+            return
+        self.released = True
+        self._cache._live.discard(self)
+        if self._held:
+            self._let_sources_go()
+        if self._len:
+            self._cache.tree.release(self._ids[: self._len])
+        self._len = 0
+        self._hint = None
+
+    def __enter__(self) -> BlockTable:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def references(self) -> list[int]:
+        """Return each block that this table holds a reference to, copy sources included."""
+        return [*self._ids[: self._len].tolist(), *self._held]
+
+    def _is_shared(self, at: int) -> bool:
+        return self._cache.pool.counts.item(self._ids.item(at)) > 1
+
+    def _can_take_over(self, at: int) -> bool:
+        """Tell whether the block is held by us and the tree alone, so the tree could let it go."""
+        block = self._ids.item(at)
+        return self._cache.pool.counts.item(block) == 2 and self._cache.tree.cached.item(block)
+
+    def _append(self, ids: BlockIds) -> None:
+        end = self._len + len(ids)
+        if end > len(self._ids):
+            room = np.empty(max(end, 2 * self._len, 8), np.int64)
+            room[: self._len] = self._ids[: self._len]
+            self._ids = room
+        self._ids[self._len : end] = ids
+        self._len = end
+
+    def _let_sources_go(self) -> None:
+        for block in self._held:
+            self._cache.tree.release(np.array([block], np.int64))
+        self._held.clear()
+
+    def _expect_live(self) -> None:
+        if self.released:
+            raise ValueError("this table was released")

@@ -1,0 +1,431 @@
+"""The radix tree: which blocks hold the KV of which token paths, one root per identity.
+
+Knows token bytes, block ids and references; nothing of sequences, requests or tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.blocks import BlockIds, BlockPool
+from radixkv.errors import IdentityMismatch
+from radixkv.eviction import LruLeaves
+from radixkv.identity.identity import CacheIdentity
+from radixkv.siblings import SortedKeys
+from radixkv.tokens import TOKEN_BYTES, common_bytes
+
+# Edges grow in place, which copies their key. Beyond this a child is hung below instead: a look-up
+# then takes one step more per 32k tokens, and an append never copies more than 128 KiB.
+MAX_EDGE_BYTES = 1 << 17
+
+
+class Node:
+    """An edge and the node at its end: block ``blocks[i]`` holds the i-th block of ``key``.
+
+        root --[p0 p1]--> A --[p2]--> B        path(B) = p0 p1 p2
+                          +---[p3]--> C        path(C) = p0 p1 p3
+                          +---[t]               a tail: fewer tokens than a block, always a leaf
+
+    Blocks are whole but for tails, so edges differ in their first block and a child is found by
+    one probe for it. A tail is never the beginning of a sibling: it would be of no use.
+    """
+
+    __slots__ = ("blocks", "children", "entry", "key", "order", "parent")
+
+    def __init__(self, key: bytes, blocks: array[int], parent: Node | None) -> None:
+        self.key = key
+        self.blocks = blocks
+        self.parent = parent
+        self.children: dict[bytes, Node] | None = None  # by the first block (or tail) of their keys
+        self.order: SortedKeys | None = None  # the same keys; None where blocks are single tokens
+        self.entry = 0  # its place in the eviction order
+
+
+class Root(Node):
+    """The beginning of every path of one identity; has no blocks."""
+
+    __slots__ = ("identity",)
+
+    def __init__(self, identity: CacheIdentity) -> None:
+        super().__init__(b"", array("i"), None)
+        self.identity = identity
+
+
+class Match(NamedTuple):
+    """What is resident of a query: whole blocks, then perhaps the beginning of one more."""
+
+    runs: list[array[int]]  # the ids of the whole blocks, edge by edge
+    num_whole: int  # blocks in runs
+    source: int | None  # the block that begins as the query goes on
+    num_valid: int  # tokens of it that agree; 0 if source is None
+
+
+NOTHING = Match([], 0, None, 0)
+
+
+class RadixTree:
+    """Paths of tokens and the blocks that hold their KV; owns one reference to each block.
+
+    Invariants: a block is in the tree once; whoever holds a block holds all before it on its path;
+    ``evictable`` blocks are those that only the tree holds, and each can be evicted, last first.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.stride = block_size * TOKEN_BYTES  # bytes of a whole block's tokens
+        self.roots: dict[CacheIdentity, Root] = {}
+        self.leaves = LruLeaves(pool)
+        self.cached: npt.NDArray[np.bool_] = np.zeros(pool.capacity, np.bool_)
+        self.num_blocks = 0
+        self.num_nodes = 0
+        self.evictable = 0
+        self.version = 0  # moves with every change of what a look-up may answer
+        self.num_published = self.num_deduplicated = self.num_evicted = 0  # blocks, ever
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def match(self, identity: CacheIdentity, tokens: bytes, limit: int) -> Match:
+        """Return the longest resident prefix of ``tokens[:limit]`` (bytes). Reads only.
+
+        O(edges on the path) steps, each one dictionary probe and one memcmp.
+        """
+        node: Node | None = self.roots.get(identity)
+        if node is None:
+            return NOTHING
+        stride = self.stride
+        whole = limit - limit % stride
+        runs: list[array[int]] = []
+        at = 0
+        while node.children:
+            if at < whole:
+                child = node.children.get(tokens[at : at + stride])
+                if child is not None:
+                    key = child.key
+                    after = at + len(key)
+                    if after <= limit and tokens.startswith(key, at):
+                        runs.append(child.blocks)
+                        at = after
+                        node = child
+                        continue
+                    shared = common_bytes(tokens, at, limit, key)
+                    num_blocks, rest = divmod(shared, stride)
+                    runs.append(child.blocks[:num_blocks])
+                    at += num_blocks * stride
+                    if rest < TOKEN_BYTES:
+                        break
+                    source = child.blocks[num_blocks]
+                    return Match(runs, at // stride, source, rest // TOKEN_BYTES)
+            if at < limit and node.order is not None:
+                return self._overlap(node, tokens[at : min(at + stride, limit)], runs, at // stride)
+            break
+        return Match(runs, at // stride, None, 0)
+
+    def _overlap(self, node: Node, query: bytes, runs: list[array[int]], num_whole: int) -> Match:
+        """Find the child whose beginning shares most with ``query``: one of its neighbours."""
+        assert node.order is not None and node.children is not None
+        best, most = None, TOKEN_BYTES - 1
+        for key in node.order.around(query):
+            if key is not None:
+                shared = common_bytes(query, 0, len(query), key)
+                if shared > most:
+                    best, most = key, shared
+        if best is None:
+            return Match(runs, num_whole, None, 0)
+        return Match(runs, num_whole, node.children[best].blocks[0], most // TOKEN_BYTES)
+
+    # -- holding -----------------------------------------------------------------------------------
+
+    def hold(self, ids: BlockIds) -> None:
+        """Add a reference to each of ``ids``, all of them in the tree."""
+        counts = self.pool.counts
+        held = counts[ids]
+        # Counts fall along a path, so the two ends often say it all.
+        if held[-1] == 1:
+            self.evictable -= len(ids) if held[0] == 1 else int(np.count_nonzero(held == 1))
+        counts[ids] = held + 1
+
+    def release(self, ids: BlockIds) -> None:
+        """Take back a reference to each of ``ids``, and note that they were in use until now.
+
+        ``ids`` is the beginning of a path, in the tree or not; what nobody holds then is free.
+        """
+        pool, leaves = self.pool, self.leaves
+        left = pool.counts[ids] - 1
+        pool.counts[ids] = left
+        leaves.touch(ids)
+        gone = ids[left == 0]
+        if gone.size:
+            pool.put_back(gone)
+        idle = ids[(left == 1) & self.cached[ids]]
+        if idle.size:
+            self.evictable += idle.size
+            leaves.wake(idle.item(-1))  # only the last of a path can end a leaf
+
+    # -- growing -----------------------------------------------------------------------------------
+
+    def insert(
+        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, start: int, hint: Node | None
+    ) -> Node | None:
+        """Put in the whole blocks ``ids[start:]``; those before are in, and the caller holds all.
+
+        Where a block of equal tokens is resident, ``ids`` is pointed at it in place and the
+        caller's own is let go. ``hint`` is what the insert of ``ids[:start]`` returned: the node
+        that ends there, if one does.
+        """
+        stride = self.stride
+        end = len(ids) * stride
+        node: Node
+        if hint is not None and hint.blocks and hint.blocks[-1] == ids[start - 1]:
+            node, at = hint, start * stride
+        else:
+            node, at = self._root(identity), 0
+        while at < end:
+            child = node.children.get(tokens[at : at + stride]) if node.children else None
+            if child is None:
+                return self._attach(node, tokens[at:end], ids[at // stride :])
+            size = len(child.key)
+            if size <= end - at and tokens.startswith(child.key, at):
+                shared = size
+            else:
+                shared = common_bytes(tokens, at, end, child.key)
+                shared -= shared % stride
+            first, after = at // stride, (at + shared) // stride
+            if after > start:
+                skip = max(start - first, 0)
+                resident = np.array(child.blocks[skip : after - first], np.int64)
+                self._deduplicate(ids[first + skip : after], resident)
+            at += shared
+            if shared == size:
+                node = child
+            elif at == end:
+                return None
+            else:
+                node = self._split(child, shared // stride)
+        return node
+
+    def insert_tail(
+        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, hint: Node | None
+    ) -> None:
+        """Put in the partial block ``ids[-1]``; ``tokens`` end with its tokens, the rest is in.
+
+        Does nothing where a resident block begins with the same tokens.
+        """
+        num_whole = len(ids) - 1
+        tail = tokens[num_whole * self.stride :]
+        node, offset = self._find(identity, tokens, ids[:num_whole], hint)
+        if offset < len(node.blocks):
+            if node.key.startswith(tail, offset * self.stride):
+                return
+            node = self._split(node, offset)
+        elif node.order is not None:
+            after = node.order.around(tail)[1]
+            if after is not None and after.startswith(tail):
+                return
+        self._attach(node, tail, ids[-1:])
+
+    def _find(
+        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, hint: Node | None
+    ) -> tuple[Node, int]:
+        """Return the node that holds the last of ``ids``, and how many of its blocks they reach."""
+        if not len(ids):
+            return self._root(identity), 0
+        if hint is not None and hint.blocks and hint.blocks[-1] == ids[-1]:
+            return hint, len(hint.blocks)
+        node: Node = self._root(identity)
+        at, end = 0, len(ids) * self.stride
+        while True:
+            assert node.children is not None
+            node = node.children[tokens[at : at + self.stride]]
+            if at + len(node.key) >= end:
+                return node, (end - at) // self.stride
+            at += len(node.key)
+
+    def _root(self, identity: CacheIdentity) -> Root:
+        root = self.roots.get(identity)
+        if root is None:
+            self.expect(identity)
+            root = self.roots[identity] = Root(identity)
+        return root
+
+    def expect(self, identity: CacheIdentity) -> None:
+        """Raise IdentityMismatch if blocks of ``identity`` are of another size than ours."""
+        if identity.execution.block_size != self.block_size:
+            raise IdentityMismatch(
+                f"the identity has blocks of {identity.execution.block_size} tokens, "
+                f"this cache of {self.block_size}"
+            )
+
+    def _attach(self, node: Node, key: bytes, ids: BlockIds) -> Node:
+        """Let the path to ``node`` go on with ``key``, which none of its children begins with."""
+        stride = self.stride
+        if node.order is not None:
+            before = node.order.around(key[:stride])[0]
+            if before is not None and len(before) < stride and key.startswith(before):
+                assert node.children is not None
+                self._unlink(node.children[before])  # a tail that ``key`` contains
+        if node.blocks:
+            self.leaves.discard(node)
+        blocks = array("i", ids.astype(np.int32).tobytes())
+        self.pool.counts[ids] += 1
+        self.cached[ids] = True
+        self.num_blocks += len(blocks)
+        self.num_published += len(blocks)
+        self.version += 1
+        grows = node.blocks and not node.children and len(key) >= stride
+        if grows and len(node.key) + len(key) <= MAX_EDGE_BYTES:
+            node.children = node.order = None  # a superseded tail may have left them empty
+            node.key += key
+            node.blocks += blocks
+        else:
+            child = Node(key, blocks, node)
+            self._adopt(node, child)
+            self.num_nodes += 1
+            node = child
+        self.leaves.add(node)
+        return node
+
+    def _adopt(self, parent: Node, child: Node) -> None:
+        first = child.key[: self.stride]
+        if parent.children is None:
+            parent.children = {}
+        if parent.order is None and self.block_size > 1:
+            parent.order = SortedKeys()
+        parent.children[first] = child
+        if parent.order is not None:
+            parent.order.add(first)
+        child.parent = parent
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge after ``at`` blocks; return the new upper node. ``node`` stays the lower."""
+        assert node.parent is not None and node.parent.children is not None
+        cut = at * self.stride
+        upper = Node(node.key[:cut], node.blocks[:at], node.parent)
+        node.parent.children[node.key[: self.stride]] = upper
+        node.key, node.blocks = node.key[cut:], node.blocks[at:]
+        self._adopt(upper, node)
+        self.num_nodes += 1
+        return upper
+
+    def _deduplicate(self, own: BlockIds, resident: BlockIds) -> None:
+        """Point ``own`` at ``resident``, whose tokens are equal, and let go what it named."""
+        differ = own != resident
+        if differ.any():
+            duplicates = own[differ]
+            kept = resident[differ]
+            self.hold(kept)
+            own[:] = resident
+            self.release(duplicates)
+            self.num_deduplicated += len(kept)
+
+    # -- shrinking ---------------------------------------------------------------------------------
+
+    def evict(self, n: int) -> int:
+        """Free up to ``n`` blocks, least recently used first; return how many were freed.
+
+        Cuts leaves block by block from their ends: O(1) per block, O(log leaves) per leaf.
+        """
+        freed = 0
+        counts, used = self.pool.counts, self.leaves.used
+        while freed < n and self.evictable:
+            leaf = self.leaves.oldest()
+            if leaf is None:
+                break
+            node = cast(Node, leaf)
+            size = min(n - freed, len(node.blocks))
+            ids = np.array(node.blocks[-size:], np.int64)
+            if size > 1:
+                # Neither counts nor times rise along a path, so what may go now is at the end.
+                goes = (counts[ids] == 1) & (used[ids] == used[ids[-1]])
+                size = int(np.count_nonzero(goes))
+                ids = ids[-size:]
+            self._cut(node, ids)
+            freed += size
+        self.num_evicted += freed
+        return freed
+
+    def disown(self, block: int) -> bool:
+        """Give up ``block``, which one other holds, to its holder; False if paths go on from it.
+
+        For when nothing is evictable: then every leaf is held, and so is every parked one known.
+        """
+        self.leaves.oldest()  # parks what is held and has not come up yet
+        leaf = self.leaves.parked_at(block)
+        if leaf is None:
+            return False
+        node = cast(Node, leaf)
+        self.leaves.discard(node)
+        self._cut(node, np.array([block], np.int64))
+        if node.blocks:
+            self.leaves.add(node)
+        self.num_evicted += 1
+        return True
+
+    def _cut(self, node: Node, ids: BlockIds) -> None:
+        """Take ``ids``, the last blocks of a leaf, out of the tree."""
+        keep = len(node.blocks) - len(ids)
+        if keep:
+            self._forget(ids)
+            del node.blocks[keep:]
+            node.key = node.key[: keep * self.stride]
+            return
+        parent = node.parent
+        assert parent is not None
+        self._unlink(node)
+        if not parent.children:
+            parent.children = parent.order = None
+            if isinstance(parent, Root):
+                del self.roots[parent.identity]
+            else:
+                self.leaves.add(parent)
+        elif len(parent.children) == 1 and parent.blocks:
+            self._join(parent)
+
+    def _unlink(self, node: Node) -> None:
+        """Take a leaf out whole, and leave its parent as it then is."""
+        parent = node.parent
+        assert parent is not None and parent.children is not None
+        first = node.key[: self.stride]
+        self.leaves.discard(node)
+        self._forget(np.array(node.blocks, np.int64))
+        del parent.children[first]
+        if parent.order is not None:
+            parent.order.remove(first)
+        node.parent, node.blocks, node.key = None, array("i"), b""
+        self.num_nodes -= 1
+
+    def _join(self, node: Node) -> None:
+        """Join a node with its only child, unless that is a tail or the edge would be too long."""
+        assert node.children is not None and node.parent is not None
+        (child,) = node.children.values()
+        if len(child.key) < self.stride or len(node.key) + len(child.key) > MAX_EDGE_BYTES:
+            return
+        child.key = node.key + child.key
+        child.blocks = node.blocks + child.blocks
+        child.parent = node.parent
+        assert child.parent.children is not None
+        child.parent.children[child.key[: self.stride]] = child
+        node.parent, node.blocks, node.key, node.children = None, array("i"), b"", None
+        self.num_nodes -= 1
+
+    def _forget(self, ids: BlockIds) -> None:
+        """Drop the tree's reference to each of ``ids``; those that nobody else holds are free."""
+        self.cached[ids] = False
+        self.num_blocks -= len(ids)
+        self.version += 1
+        self.evictable -= self.pool.drop(ids)
+
+    def clear(self) -> int:
+        """Forget everything; return how many blocks became free. Nobody may hold any."""
+        ids = np.flatnonzero(self.cached)
+        freed = self.pool.drop(ids)
+        self.roots.clear()
+        self.cached[:] = False
+        self.leaves = LruLeaves(self.pool)
+        self.num_blocks = self.num_nodes = self.evictable = 0
+        self.version += 1
+        return freed
