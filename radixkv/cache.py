@@ -31,7 +31,15 @@ class Lease:
     by handing it to ``PrefixCache.open``.
     """
 
-    __slots__ = ("_cache", "_ids", "cached_tokens", "identity", "num_whole", "released")
+    __slots__ = (
+        "_cache",
+        "_counted",
+        "_ids",
+        "cached_tokens",
+        "identity",
+        "num_whole",
+        "released",
+    )
 
     def __init__(
         self,
@@ -40,9 +48,11 @@ class Lease:
         ids: BlockIds,
         num_whole: int,
         cached_tokens: int,
+        counted: tuple[int, int, bool],
     ) -> None:
         self._cache = cache
         self._ids = ids
+        self._counted = counted  # tokens asked for, found in a partial block, was it a resumption
         self.identity = identity
         self.num_whole = num_whole
         self.cached_tokens = cached_tokens
@@ -63,6 +73,13 @@ class Lease:
         if len(self._ids):
             self._cache.tree.release(self._ids)
         self._ids = _NO_IDS
+
+    def cancel(self) -> None:
+        """Release it, and take back what its acquisition counted: it was looked at, never used."""
+        if self.released:
+            return
+        self._cache._count(-1, *self._counted, self.cached_tokens)
+        self.release()
 
     def __enter__(self) -> Lease:
         return self
@@ -103,6 +120,8 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(self.pool, block_size)
         self._live: set[Lease | BlockTable] = set()
+        # Block -> (copies of it that the device has yet to make, most tokens any of them reads).
+        self._copying: dict[int, tuple[int, int]] = {}
         self._queries = self._queried = self._hit = self._partial = 0
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
@@ -125,17 +144,10 @@ class PrefixCache:
         if type(tokens) is not bytes:
             tokens = encode(tokens)
         match, cached = self._match(identity, tokens, max_cached)
-        num_tokens = len(tokens) // 4
-        if resumed:
-            self._resumed_queried += num_tokens
-            self._resumed_hit += cached
-        else:
-            self._queries += 1
-            self._queried += num_tokens
-            self._hit += cached
-            self._partial += match.num_valid
+        counted = (len(tokens) // 4, match.num_valid, resumed)
+        self._count(1, *counted, cached)
         if not cached:
-            return Lease(self, identity, _NO_IDS, 0, 0)
+            return Lease(self, identity, _NO_IDS, 0, 0, counted)
         runs = match.runs
         if match.source is None:
             packed = b"".join(runs)
@@ -143,7 +155,7 @@ class PrefixCache:
             packed = b"".join([*runs, match.source.to_bytes(4, sys.byteorder)])
         ids = np.frombuffer(packed, np.int32).astype(np.int64)
         self.tree.hold(ids)
-        return Lease(self, identity, ids, match.num_whole, cached)
+        return Lease(self, identity, ids, match.num_whole, cached, counted)
 
     def lookup(
         self, identity: CacheIdentity, tokens: bytes, *, max_cached: int | None = None
@@ -161,6 +173,16 @@ class PrefixCache:
         self._live.discard(lease)
         ids, lease._ids = lease._ids, _NO_IDS
         return BlockTable(self, lease.identity, ids, lease.cached_tokens, lease.num_whole)
+
+    def _count(self, sign: int, num_tokens: int, partial: int, resumed: bool, hit: int) -> None:
+        if resumed:
+            self._resumed_queried += sign * num_tokens
+            self._resumed_hit += sign * hit
+        else:
+            self._queries += sign
+            self._queried += sign * num_tokens
+            self._hit += sign * hit
+            self._partial += sign * partial
 
     def _match(
         self, identity: CacheIdentity, tokens: bytes, max_cached: int | None

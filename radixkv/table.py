@@ -118,6 +118,8 @@ class BlockTable:
         source, target = self._ids.item(at), taken.item(0)
         self._ids[at] = target
         self._held.append(source)
+        holds, most = cache._copying.get(source, (0, 0))
+        cache._copying[source] = (holds + 1, max(most, num_valid))
         if new:
             self._append(taken[1:])
         cache._cow_copies += 1
@@ -209,7 +211,18 @@ class BlockTable:
         return [*self._ids[: self._len].tolist(), *self._held]
 
     def _is_shared(self, at: int) -> bool:
-        return self._cache.pool.counts.item(self._ids.item(at)) > 1
+        """Tell whether writing behind our last token, in block ``at``, could harm anybody else.
+
+        Those who only wait for their copy of it read no further than their own last token, so of k
+        sharers k - 1 copy and the last writes in place, even if all reserve before the device runs.
+        """
+        block = self._ids.item(at)
+        users = self._cache.pool.counts.item(block)
+        if users > 1 and block in self._cache._copying:
+            holds, most = self._cache._copying[block]
+            if most <= self.num_tokens % self._cache.block_size:
+                users -= holds
+        return users > 1
 
     def _can_take_over(self, at: int) -> bool:
         """Tell whether the block is held by us and the tree alone, so the tree could let it go."""
@@ -226,7 +239,11 @@ class BlockTable:
         self._len = end
 
     def _let_sources_go(self) -> None:
+        copying = self._cache._copying
         for block in self._held:
+            holds, most = copying.pop(block)
+            if holds > 1:
+                copying[block] = (holds - 1, most)
             self._cache.tree.release(np.array([block], np.int64))
         self._held.clear()
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from radixkv import tokens as token_codec
 from radixkv.cache import PrefixCache
 from radixkv.service.engine.request import Sequence
-from radixkv.table import BlockTable
 
 MAX_SKIPS = 16
 WINDOW = 128
@@ -77,7 +76,9 @@ def cached_tokens(cache: PrefixCache, seq: Sequence) -> int:
     return cache.lookup(seq.request.identity, bytes(seq.tokens))
 
 
-def leader_of(seq: Sequence, cached: int, running: Iterable[Sequence]) -> Sequence | None:
+def leader_of(
+    seq: Sequence, cached: int, running: Iterable[Sequence], block_size: int
+) -> Sequence | None:
     """The running sequence that is computing a prefix which ``seq`` would compute as well.
 
     Single flight: while one sequence computes a cold prefix, others that want it wait for its
@@ -97,34 +98,38 @@ def leader_of(seq: Sequence, cached: int, running: Iterable[Sequence]) -> Sequen
             mine = bytes(seq.tokens)
         shared = token_codec.common_prefix(mine, bytes(other.tokens))
         shared = min(shared, seq.num_tokens - 1)
-        whole = shared - shared % table.block_size
-        if whole > cached and whole > table.num_tokens - table.num_tokens % table.block_size:
+        whole = shared - shared % block_size
+        if whole > cached and whole > table.num_tokens - table.num_tokens % block_size:
             return other
     return None
 
 
-def projected_growth(seq: Sequence, lookahead_tokens: int) -> int:
+def projected_growth(seq: Sequence, lookahead_tokens: int, block_size: int) -> int:
     """Blocks that a running sequence will soon take: the rest of its prefill and some output."""
     assert seq.table is not None, "a running sequence has a table"
-    return _growth(seq, seq.table, min(seq.tokens_to_come, lookahead_tokens))
+    soon = min(seq.tokens_to_come, lookahead_tokens)
+    own = max(0, blocks_for(seq.num_tokens + soon, block_size) - seq.table.num_blocks)
+    return own + _growth_of_unborn(seq, soon, block_size)
 
 
-def has_room(seq: Sequence, table: BlockTable, available: int, growth: int, *, alone: bool) -> bool:
-    """Whether ``seq``, on what ``table`` has acquired, can run beside the others' ``growth``.
+def has_room(
+    seq: Sequence, num_whole: int, available: int, growth: int, block_size: int, *, alone: bool
+) -> bool:
+    """Whether ``seq``, holding ``num_whole`` cached blocks, can run beside the others' ``growth``.
 
-    Alone it needs no room to grow: its prompt must fit, and the engine has refused what as a whole
+    Alone it needs no room to grow: its tokens must fit, and the engine has refused what as a whole
     never would.
     """
+    soon = 0 if alone else min(seq.tokens_to_come, block_size)
+    own = blocks_for(seq.num_tokens + soon, block_size) - num_whole
     if alone:
-        return available >= table.blocks_needed(seq.num_tokens - table.num_tokens)
-    return available - growth >= _growth(seq, table, min(seq.tokens_to_come, table.block_size))
+        return available >= own
+    return available - growth >= own + _growth_of_unborn(seq, soon, block_size)
 
 
-def _growth(seq: Sequence, table: BlockTable, soon: int) -> int:
-    own = table.blocks_needed(seq.num_tokens - table.num_tokens + soon)
-    # The other choices share the prompt's whole blocks; each will copy the tail and grow.
-    unborn = seq.request.unborn
-    return own + unborn * (1 + blocks_for(soon, table.block_size)) if unborn else own
+def _growth_of_unborn(seq: Sequence, soon: int, block_size: int) -> int:
+    """The other choices share the prompt's whole blocks; each copies the tail and grows."""
+    return seq.request.unborn * (1 + blocks_for(soon, block_size))
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -321,7 +321,7 @@ class Engine:
         return load_model(path, name=name, dtype=self.config.dtype, device=self.config.device)
 
     def _identity(self, salt: str | None) -> CacheIdentity:
-        return self._model.identity(Namespace(salt=salt), self.config.block_size)
+        return self._model.identity(Namespace("local", salt), self.config.block_size)
 
     def _make_choice(self, request: Request, index: int) -> tuple[ChoiceSampler, ChoiceStream]:
         if index == 0 and request.first_choice is not None:

@@ -160,11 +160,11 @@ class Scheduler:
         places = self._max_num_seqs - sum(1 + seq.request.unborn for seq in self.running)
         if places <= 0:
             return
-        growth = sum(projected_growth(seq, self._lookahead_tokens) for seq in self.running)
+        growth = sum(map(self._growth, self.running))
         for seq, cached in self.waiting.candidates(self.cache):
             if budget == 0 or places <= 0:
                 return
-            if self._share and leader_of(seq, cached, self.running) is not None:
+            if self._share and self._leader(seq, cached) is not None:
                 continue
             table = self._try_open(seq, cached, growth, places)
             if table is None:
@@ -177,7 +177,7 @@ class Scheduler:
             places -= 1 + seq.request.unborn
             budget -= self._reserve(seq, min(seq.remaining, budget), works)
             if seq.table is not None:
-                growth += projected_growth(seq, self._lookahead_tokens)
+                growth += self._growth(seq)
 
     def _try_open(self, seq: Sequence, cached: int, growth: int, places: int) -> BlockTable | None:
         """Acquire what is cached of ``seq`` if there is room for the rest; None, and nothing held,
@@ -201,11 +201,18 @@ class Scheduler:
                 max_cached=limit,
                 resumed=request.cached_tokens is not None,
             )
-            table = cache.open(lease)
-            if has_room(seq, table, cache.available, growth, alone=alone):
-                return table
-            table.cancel()
+            if has_room(
+                seq, lease.num_whole, cache.available, growth, cache.block_size, alone=alone
+            ):
+                return cache.open(lease)
+            lease.cancel()
         return None
+
+    def _leader(self, seq: Sequence, cached: int) -> Sequence | None:
+        return leader_of(seq, cached, self.running, self.cache.block_size)
+
+    def _growth(self, seq: Sequence) -> int:
+        return projected_growth(seq, self._lookahead_tokens, self.cache.block_size)
 
     def _start(self, seq: Sequence, table: BlockTable) -> None:
         seq.table = table
