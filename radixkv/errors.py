@@ -47,13 +47,12 @@ class ContextTooLong(InvalidRequest):
     def __init__(
         self, *, limit: int, prompt_tokens: int, max_tokens: int | None, param: str
     ) -> None:
-        wanted = (
-            f"{prompt_tokens} tokens"
-            if max_tokens is None
-            else (
-                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the completion)"
+        wanted = f"{prompt_tokens} tokens"
+        if max_tokens is not None:
+            wanted = (
+                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, "
+                f"{max_tokens} in the completion)"
             )
-        )
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your "
             f"{'messages' if param == 'messages' else 'prompt'} resulted in {wanted}. "
