@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from radixkv.errors import InvalidRequest
-from radixkv.service.engine.drawing import Cuts, argmax, draw, row_max
+from radixkv.service.engine.drawing import argmax, draw
+from radixkv.service.engine.nucleus import Cuts
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.penalties import LogitEdits, apply_edits
 
@@ -173,7 +174,7 @@ def _draw_copied(
     if not warm:
         return ids, peaks
     rows = logits[warm] if greedy else logits
-    tops = row_max(rows)
+    tops = rows.amax(1, keepdim=True)
     peaks[warm] = tops[:, 0].cpu().numpy()
     bad = np.flatnonzero(~np.isfinite(peaks[warm]))
     if bad.size:  # drawn like the others, from nothing in particular, and thrown away
@@ -181,12 +182,13 @@ def _draw_copied(
         tops[bad] = 0.0
     asked = [samplers[i].params for i in warm]
     cuts = Cuts(
-        temperature=np.array([p.temperature for p in asked]),
         top_k=np.array([p.top_k for p in asked], np.int64),
         top_p=np.array([p.top_p for p in asked]),
         min_p=np.array([p.min_p for p in asked]),
     )
-    ids[warm] = draw(rows, tops, cuts, np.array([samplers[i].uniform() for i in warm]))
+    temperature = np.array([p.temperature for p in asked])
+    uniforms = np.array([samplers[i].uniform() for i in warm])
+    ids[warm] = draw(rows, tops, temperature, cuts, uniforms)
     return ids, peaks
 
 
