@@ -7,16 +7,20 @@ from typing import Literal, get_args
 import torch
 
 from radixkv.kernels.checks import expect
+from radixkv.kernels.cpu import paged_attention_torch
 from radixkv.kernels.features import Features
+from radixkv.kernels.native import load_library, unavailable_reason
 from radixkv.kernels.plan import AttentionPlan
 
-Backend = Literal["auto", "reference", "torch", "triton"]
+Backend = Literal["auto", "reference", "torch", "native", "triton"]
 
 
 def choose_backend(device: torch.device) -> Backend:
     """Name the backend that "auto" means on a device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return "triton"
+    if device.type == "cpu" and unavailable_reason() is None:
+        return "native"
     return "torch"
 
 
@@ -49,10 +53,12 @@ def paged_attention(
     features = Features(scale, sliding_window, soft_cap, sinks, alibi_slopes)
     if backend == "auto":
         backend = choose_backend(q.device)
-    if backend == "torch":
-        from radixkv.kernels.cpu import paged_attention_torch
-
-        return paged_attention_torch(q, k_pool_layer, v_pool_layer, plan, features)
+    if backend in ("torch", "native"):
+        native = backend == "native"
+        if native:
+            expect(q.device.type == "cpu", "q", "on the CPU for the native backend", q)
+            load_library()
+        return paged_attention_torch(q, k_pool_layer, v_pool_layer, plan, features, native=native)
     if backend == "triton":
         _need_triton()
         from radixkv.kernels.triton_attention import paged_attention_triton

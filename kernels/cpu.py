@@ -1,10 +1,17 @@
-"""The torch backend: paged attention from torch's own operators, made for the CPU."""
+"""The CPU backends: who computes which rows of a step. Knows no arithmetic of its own.
+
+"native" gives sequences with one new token to the compiled kernel; "torch" does everything with
+torch's own operators. Both give longer runs of new tokens to torch, whose products are the
+processor's best there.
+"""
 
 import torch
 
-from radixkv.kernels.dense import attend
 from radixkv.kernels.features import Features
+from radixkv.kernels.native_decode import decode_native, supports
 from radixkv.kernels.plan import AttentionPlan
+from radixkv.kernels.torch_decode import decode_torch
+from radixkv.kernels.torch_prefill import prefill_torch
 
 
 def paged_attention_torch(
@@ -13,26 +20,14 @@ def paged_attention_torch(
     v_pool_layer: torch.Tensor,
     plan: AttentionPlan,
     features: Features,
+    *,
+    native: bool = False,
 ) -> torch.Tensor:
-    """Attend as ``paged_attention`` says; sequence by sequence, over gathered keys and values."""
-    out = torch.empty_like(q)
-    k_slots, v_slots = k_pool_layer.flatten(0, 1), v_pool_layer.flatten(0, 1)
-    for s in range(plan.num_seqs):
-        start, stop = (int(x) for x in plan.host_cu_seqlens_q[s : s + 2])
-        if start == stop:
-            continue
-        kv_len = int(plan.host_kv_lens[s])
-        first_query = kv_len - (stop - start)
-        first_key = features.first_visible(first_query)
-        slots = _slots(plan, s, first_key)
-        keys, values = k_slots.index_select(0, slots), v_slots.index_select(0, slots)
-        out[start:stop] = attend(q[start:stop], keys, values, first_query, first_key, features)
+    """Attend as ``paged_attention`` says, on any device torch knows."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if len(plan.decode_seqs):
+        decode = decode_native if native and supports(q, k_pool_layer) else decode_torch
+        decode(q, k_pool_layer, v_pool_layer, plan, features, out)
+    if len(plan.prefill_seqs):
+        prefill_torch(q, k_pool_layer, v_pool_layer, plan, features, out)
     return out
-
-
-def _slots(plan: AttentionPlan, seq: int, first_key: int) -> torch.Tensor:
-    def make() -> torch.Tensor:
-        slots = plan.slots_of(seq, first_key, int(plan.host_kv_lens[seq]))
-        return torch.from_numpy(slots).to(plan.device)
-
-    return plan.once(("slots", seq, first_key), make)

@@ -1,7 +1,6 @@
-"""Masked attention of a few queries over a dense run of keys, with every feature; any device.
+"""The arithmetic of masked softmax with every feature, on dense scores; any device.
 
-Knows positions, not blocks: the caller brings keys and values as tensors. The general path of the
-torch backend, taken where the fused kernels do not know a feature.
+Knows positions, not blocks: the caller brings keys and values as tensors.
 """
 
 import torch
@@ -9,6 +8,35 @@ import torch
 from radixkv.kernels.features import Features
 
 MAX_SCORES = 1 << 21  # scores held at a time: 8 MiB in float32, so long prompts never need T x T
+
+
+def soften(
+    scores: torch.Tensor,
+    distance: torch.Tensor,
+    hidden: torch.Tensor,
+    features: Features,
+    head_shape: tuple[int, ...],
+) -> torch.Tensor:
+    """Turn q . k into weights that sum to 1: to less with sinks, to 0 where all is hidden.
+
+    scores      [..., keys] float32, consumed
+    distance    key position minus query position, broadcastable to scores
+    hidden      true where a key does not count, broadcastable to scores
+    head_shape  how a vector [num_q_heads] is viewed to be broadcast against scores
+    """
+    scores.mul_(features.scale)
+    if features.soft_cap is not None:
+        scores.div_(features.soft_cap).tanh_().mul_(features.soft_cap)
+    if features.alibi_slopes is not None:
+        scores.addcmul_(features.alibi_slopes.float().view(head_shape), distance.float())
+    scores.masked_fill_(hidden, -torch.inf)
+    if features.sinks is None:
+        # A row without a visible key would be 0 / 0; every row of ours sees itself.
+        return torch.softmax(scores, dim=-1)
+    sinks = features.sinks.float().view(head_shape)
+    peak = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = scores.sub_(peak).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True) + torch.exp(sinks - peak))
 
 
 def attend(
@@ -22,58 +50,34 @@ def attend(
     """Attend queries to keys causally; softmax and sums in float32.
 
     q       [n, num_q_heads, head_dim], row r is at position first_query + r
-    k, v    [m, num_kv_heads, head_dim], row c is at position first_key + c
-    return  [n, num_q_heads, head_dim] float32; 0 for a query that sees no key
+    k, v    [m, num_kv_heads, head_dim], row c is at position first_key + c; each query sees one
+    return  [n, num_q_heads, head_dim] float32
     """
-    n, num_q_heads, _ = q.shape
-    chunk = max(1, MAX_SCORES // max(1, num_q_heads * len(k)))
-    keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
-    parts = [
-        _attend_chunk(q[r : r + chunk], keys, values, first_query + r, first_key, features)
-        for r in range(0, n, chunk)
-    ]
-    return torch.cat(parts) if parts else q.float()
-
-
-def _attend_chunk(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    first_query: int,
-    first_key: int,
-    features: Features,
-) -> torch.Tensor:
     n, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, m = keys.shape
+    m, num_kv_heads, _ = k.shape
     group = num_q_heads // num_kv_heads
-    # The queries of a group read the same keys, so they are rows of one product.
-    grouped = q.float().view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped.reshape(num_kv_heads, group * n, head_dim), keys)
-    scores = scores.view(num_kv_heads, group, n, m) * features.scale
-    if features.soft_cap is not None:
-        scores = features.soft_cap * torch.tanh(scores / features.soft_cap)
-    i = torch.arange(first_query, first_query + n, device=q.device)[:, None]
-    j = torch.arange(first_key, first_key + m, device=q.device)[None, :]
-    if features.alibi_slopes is not None:
-        slopes = features.alibi_slopes.float().view(num_kv_heads, group, 1, 1)
-        scores = scores + slopes * (j - i)
-    hidden = j > i
-    if features.sliding_window is not None:
-        hidden |= i - j >= features.sliding_window
-    scores = scores.masked_fill(hidden, -torch.inf)
-
-    peak = (
-        scores.amax(-1, keepdim=True) if m else scores.new_full((*scores.shape[:3], 1), -torch.inf)
-    )
-    if features.sinks is not None:
-        sinks = features.sinks.float().view(num_kv_heads, group, 1, 1)
-        peak = torch.maximum(peak, sinks)
-    peak = peak.masked_fill(peak == -torch.inf, 0.0)
-    weights = torch.exp(scores - peak)
-    total = weights.sum(-1, keepdim=True)
-    if features.sinks is not None:
-        total = total + torch.exp(sinks - peak)
-    weights = weights / total.masked_fill(total == 0.0, 1.0)
-    out = torch.matmul(weights.view(num_kv_heads, group * n, m), values)
-    out = out.view(num_kv_heads, group, n, head_dim).permute(2, 0, 1, 3)
-    return out.reshape(n, num_q_heads, head_dim)
+    keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
+    j = torch.arange(first_key, first_key + m, device=q.device)
+    chunk = max(1, MAX_SCORES // (num_q_heads * m))
+    parts = []
+    for r in range(0, n, chunk):
+        rows = q[r : r + chunk].float()
+        # The queries of a group read the same keys, so they are rows of one product.
+        grouped = rows.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        scores = torch.matmul(grouped.reshape(num_kv_heads, -1, head_dim), keys)
+        i = torch.arange(first_query + r, first_query + r + len(rows), device=q.device)
+        distance = j - i[:, None]
+        hidden = distance > 0
+        if features.sliding_window is not None:
+            hidden |= distance <= -features.sliding_window
+        weights = soften(
+            scores.view(num_kv_heads, group, len(rows), m),
+            distance,
+            hidden,
+            features,
+            (num_kv_heads, group, 1, 1),
+        )
+        part = torch.matmul(weights.view(num_kv_heads, -1, m), values)
+        part = part.view(num_kv_heads, group, len(rows), head_dim).permute(2, 0, 1, 3)
+        parts.append(part.reshape(len(rows), num_q_heads, head_dim))
+    return torch.cat(parts)

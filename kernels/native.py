@@ -1,0 +1,114 @@
+"""Compiles the CPU kernels in ``csrc`` with the machine's own C compiler and loads them.
+
+Knows compilers, files and ctypes; nothing of attention. The library is built once per source,
+compiler command and processor, kept in the user's cache folder, and shared by all processes.
+Where there is no compiler the torch backend does the same work, more slowly.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-w",
+]
+
+
+class NativeUnavailable(ImportError):
+    """The CPU kernels cannot be compiled or loaded here; the message says why."""
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """Load the compiled kernels, compiling them first if they are not kept yet (about 3 s).
+
+    Raises NativeUnavailable; the answer, good or bad, is given once per process.
+    """
+    try:
+        return ctypes.CDLL(str(build(default_folder())))
+    except OSError as e:
+        raise NativeUnavailable(f"the compiled CPU kernels cannot be loaded: {e}") from e
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Say why there are no compiled CPU kernels here; None where there are."""
+    try:
+        load_library()
+    except NativeUnavailable as e:
+        return str(e)
+    return None
+
+
+def default_folder() -> Path:
+    """Where compiled kernels are kept: the user's cache folder, or a private one if that fails."""
+    folder = Path.home() / ".cache" / "radixkv" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="radixkv-kernels-"))
+
+
+def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
+    """Compile the kernels into ``folder`` unless that was done before; return the library.
+
+    Atomic: a reader never sees half a file, and two processes that build at once both succeed.
+    """
+    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeUnavailable(f"no C compiler found (looked for {', '.join(compilers)})")
+    target = folder / f"cpu-{_fingerprint(compiler)}.so"
+    if target.exists():
+        return target
+    handle, scratch = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    command = [compiler, *FLAGS, str(SOURCES / "decode.c"), "-o", scratch, "-lm"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if result.returncode:
+            raise NativeUnavailable(f"{compiler} failed: {result.stderr.strip()[-500:]}")
+        os.replace(scratch, target)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise NativeUnavailable(f"{compiler} could not be run: {e}") from e
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return target
+
+
+def _fingerprint(compiler: str) -> str:
+    """Name what the library depends on: -march=native means this very kind of processor."""
+    digest = hashlib.blake2b(digest_size=10)
+    for part in (compiler, *FLAGS, platform.machine(), *_processor()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _processor() -> list[str]:
+    """Name the processor's model and instruction sets as far as the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return [platform.processor()]
+    return [line for line in lines if line.startswith(("model name", "flags", "Features"))]

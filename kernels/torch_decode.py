@@ -1,0 +1,89 @@
+"""Decode with torch's own operators: sequences of similar length together, keys gathered once.
+
+The way where no compiler is, and the second opinion on the compiled kernel.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixkv.kernels.dense import soften
+from radixkv.kernels.features import Features
+from radixkv.kernels.plan import AttentionPlan, Int64
+
+PADDING = 1.25  # a bucket is at most this much longer than its shortest sequence ...
+SLACK_TOKENS = 32  # ... or by this many tokens: short sequences cost calls, not reads
+BUCKET_TOKENS = 1 << 15  # keys gathered at a time, so that the copy is read back from cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """Sequences that are attended in one go, as index tensors on the plan's device."""
+
+    rows: torch.Tensor  # int64 [B] rows of q and out
+    slots: torch.Tensor  # int64 [B * L], padding repeats a slot of the same sequence
+    distance: torch.Tensor  # int64 [B, L] key position minus query position; > 0 is padding
+
+
+def decode_torch(
+    q: torch.Tensor,
+    k_pool_layer: torch.Tensor,
+    v_pool_layer: torch.Tensor,
+    plan: AttentionPlan,
+    features: Features,
+    out: torch.Tensor,
+) -> None:
+    """Fill the rows of ``out`` that belong to ``plan.decode_seqs``; shapes as ``paged_attention``.
+
+    Softmax and sums in float32.
+    """
+    window = features.sliding_window
+    num_kv_heads, head_dim = k_pool_layer.shape[2:]
+    k_slots, v_slots = k_pool_layer.flatten(0, 1), v_pool_layer.flatten(0, 1)
+    for bucket in plan.once(("torch decode", window), lambda: _buckets(plan, window)):
+        count, length = bucket.distance.shape
+        grouped = q[bucket.rows].float().view(count, num_kv_heads, -1, head_dim)
+        keys = k_slots.index_select(0, bucket.slots).float()
+        keys = keys.view(count, length, num_kv_heads, head_dim).permute(0, 2, 3, 1)
+        scores = torch.matmul(grouped, keys)  # [B, kv heads, group, L]
+        distance = bucket.distance[:, None, None]
+        heads = (num_kv_heads, q.shape[1] // num_kv_heads, 1)
+        weights = soften(scores, distance, distance > 0, features, heads)
+        values = v_slots.index_select(0, bucket.slots).float()
+        values = values.view(count, length, num_kv_heads, head_dim).transpose(1, 2)
+        attended = torch.matmul(weights, values).view(count, -1, head_dim)
+        out[bucket.rows] = attended.to(out.dtype)
+
+
+def _buckets(plan: AttentionPlan, window: int | None) -> list[_Bucket]:
+    lengths = plan.host_kv_lens[plan.decode_seqs]
+    if window is not None:
+        lengths = np.minimum(lengths, window)
+    buckets: list[_Bucket] = []
+    members: list[int] = []
+    for i in np.argsort(lengths, kind="stable"):
+        longest = int(lengths[i])
+        shortest = int(lengths[members[0]]) if members else longest
+        too_long = longest > max(shortest * PADDING, shortest + SLACK_TOKENS)
+        if members and (too_long or longest * (len(members) + 1) > BUCKET_TOKENS):
+            buckets.append(_bucket(plan, plan.decode_seqs[members], lengths[members]))
+            members = []
+        members.append(int(i))
+    if members:
+        buckets.append(_bucket(plan, plan.decode_seqs[members], lengths[members]))
+    return buckets
+
+
+def _bucket(plan: AttentionPlan, seqs: Int64, lengths: Int64) -> _Bucket:
+    steps = np.arange(int(lengths[-1]))
+    ends = plan.host_kv_lens[seqs].astype(np.int64)
+    positions = (ends - lengths)[:, None] + steps
+    distance = positions - (ends - 1)[:, None]
+    positions = np.minimum(positions, (ends - 1)[:, None])
+    blocks, offsets = np.divmod(positions, plan.block_size)
+    slots = plan.host_block_tables[seqs[:, None], blocks].astype(np.int64) * plan.block_size
+    rows = plan.host_cu_seqlens_q[seqs].astype(np.int64)
+    return _Bucket(
+        *(torch.from_numpy(x).to(plan.device) for x in (rows, (slots + offsets).ravel(), distance))
+    )

@@ -1,0 +1,103 @@
+"""The compiled CPU kernels: the build, and decode against float64."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from radixkv.kernels import native
+from radixkv.kernels.attention import choose_backend
+from tests.kernel_cases import Case, cases, make_case
+
+needs_compiler = pytest.mark.skipif(
+    native.unavailable_reason() is not None, reason=str(native.unavailable_reason())
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@needs_compiler
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(dtypes=DTYPES))
+def test_native_agrees_with_float64_on_any_step(case: Case) -> None:
+    """CORRECT: poisoned blocks, slots past the length and keys outside the window never leak."""
+    case.check("native")
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequences_of_several_work_units_are_merged(dtype: torch.dtype, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        lens = [255, 256, 257, 700, 1, 1025]
+        for options in ({}, {"sinks": True, "alibi": True}, {"sliding_window": 300}):
+            make_case(
+                [1] * 6,
+                lens,
+                num_q_heads=9,
+                num_kv_heads=3,
+                dtype=dtype,
+                shared_blocks=10,
+                **options,
+            ).check("native")
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
+    """DETERM: work units depend on a sequence's own length, never on its neighbours."""
+    lens = [900, 3, 256, 511, 1, 2000]
+    case = make_case([1] * 6, lens, num_q_heads=9, num_kv_heads=3)
+    together = case.run("native")
+    for s, length in enumerate(lens):
+        plan = type(case.plan).build([1], [length], case.plan.host_block_tables[s : s + 1], 16)
+        alone = dataclasses.replace(case, q=case.q[s : s + 1], plan=plan)
+        assert torch.equal(alone.run("native"), together[s : s + 1])
+
+
+@needs_compiler
+def test_strided_queries_and_odd_head_sizes_are_read_right() -> None:
+    case = make_case([1, 1], [40, 9], head_dim=80, num_q_heads=6)
+    transposed = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not transposed.is_contiguous()
+    assert torch.equal(dataclasses.replace(case, q=transposed).run("native"), case.run("native"))
+    every_second = torch.stack([case.q, case.q], dim=-1).flatten(2)[..., ::2]
+    assert torch.equal(dataclasses.replace(case, q=every_second).run("native"), case.run("native"))
+    make_case([1, 1], [40, 9], head_dim=24).check("native")  # no multiple of a vector: torch's part
+
+
+@needs_compiler
+def test_large_scores_neither_overflow_nor_lose_the_peak() -> None:
+    case = make_case([1], [500], num_q_heads=3, num_kv_heads=1)
+    dataclasses.replace(case, options={"scale": 40.0}).check("native")
+    dataclasses.replace(case, options={"scale": 40.0, "soft_cap": 30.0}).check("native")
+
+
+@needs_compiler
+def test_the_cpu_uses_the_compiled_kernels_where_they_exist(tmp_path: Path) -> None:
+    assert choose_backend(torch.device("cpu")) == "native"
+    first = native.build(tmp_path)
+    stamp = first.stat().st_mtime_ns
+    assert native.build(tmp_path) == first and first.stat().st_mtime_ns == stamp
+    assert os.listdir(tmp_path) == [first.name], "scratch files are removed"
+
+
+def test_without_a_compiler_the_reason_names_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(native.NativeUnavailable, match="no C compiler found.*no-such-cc"):
+        native.build(tmp_path, compilers=("no-such-cc",))
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")
+    broken.chmod(0o755)
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    with pytest.raises(native.NativeUnavailable, match="this compiler is broken"):
+        native.build(folder, compilers=(str(broken),))
+    assert not os.listdir(folder)
