@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers.generation import (
+from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -63,7 +63,7 @@ def cuts(rows: int, top_k: int, top_p: float, min_p: float) -> Cuts:
 
 def theirs(logits: torch.Tensor, params: SamplingParams, context: Sequence[int] = PROMPT) -> Any:
     """transformers' probabilities for one row, computed in float64."""
-    steps = LogitsProcessorList()  # in the order of its own generate()
+    steps: Any = LogitsProcessorList()  # in the order of its own generate()
     if params.logit_bias:
         steps.append(SequenceBiasLogitsProcessor([[[i], b] for i, b in params.logit_bias.items()]))
     if params.repetition_penalty != 1.0:
@@ -217,7 +217,8 @@ def test_greedy_takes_the_likeliest_and_the_lowest_of_equals() -> None:
 
 def test_a_temperature_next_to_nothing_is_greedy() -> None:
     logits = random_logits(2)
-    for params in ({"temperature": 1e-300}, {"temperature": 1e-30, "top_p": 0.9}):
+    colds: list[dict[str, Any]] = [{"temperature": 1e-300}, {"temperature": 1e-30, "top_p": 0.9}]
+    for params in colds:
         cold = [sampler(seed=i, **params) for i in range(2)]
         assert [t.token_id for t in sample(logits, cold)] == logits.argmax(1).tolist()
 
@@ -257,9 +258,9 @@ def test_presence_and_frequency_penalties_count_generated_tokens_only() -> None:
 def test_repetition_penalty_and_bias_are_those_of_transformers_over_a_whole_answer(
     penalty: float, bias: dict[int, float], prompt: list[int], seed: int
 ) -> None:
-    params = {"temperature": 0.0, "repetition_penalty": penalty, "logit_bias": bias}
-    one = sampler(prompt=prompt, vocab_size=20, **params)
-    steps = LogitsProcessorList()
+    params: dict[str, Any] = {"repetition_penalty": penalty, "logit_bias": bias}
+    one = sampler(prompt=prompt, vocab_size=20, temperature=0.0, **params)
+    steps: Any = LogitsProcessorList()
     if bias:
         steps.append(SequenceBiasLogitsProcessor([[[i], b] for i, b in bias.items()]))
     steps.append(RepetitionPenaltyLogitsProcessor(penalty))
@@ -273,7 +274,8 @@ def test_repetition_penalty_and_bias_are_those_of_transformers_over_a_whole_answ
 def test_a_bias_of_a_hundred_forces_or_bans_a_token() -> None:
     logits = random_logits(1)
     best = int(logits.argmax())
-    for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 1}):
+    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"seed": 1}]
+    for params in ways:
         forced = sampler(logit_bias={17: 100.0}, **params)
         banned = sampler(logit_bias={best: -100.0}, **params)
         assert sample(logits, [forced])[0].token_id == 17

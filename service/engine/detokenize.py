@@ -162,12 +162,16 @@ class _Pieces:
         tables = self._tables
         if not 0 <= token_id < len(tables.known):
             return b""
-        plain = tables.plain[token_id]
-        if plain is None or not tables.known[token_id] or (self._begun and not self._strip_left):
+        left = self._left_after_run()
+        if not tables.known[token_id] or (self._begun and not left):
             return tables.shown[token_id]
+        plain = tables.plain[token_id]
+        if plain is None:
+            byte = tables.said[token_id]
+            return b"" if left and byte == tables.recipe.strip.encode() else byte
         if not self._begun:
             plain = self._first(token_id, plain)
-        return plain[self._strippable(plain) :].encode()
+        return plain[self._strippable(plain, left) :].encode()
 
     def _first(self, token_id: int, plain: str) -> str:
         recipe = self._tables.recipe
@@ -194,14 +198,19 @@ class _Pieces:
         """Return ``raw`` as it shows in the text: with what is left to strip off it."""
         text = replaced(raw, self._tables.recipe.replace_after)
         if self._strip_left and text:
-            dropped = self._strippable(text)
+            dropped = self._strippable(text, self._strip_left)
             self._stripped += dropped
             self._strip_left = self._strip_left - dropped if dropped == len(text) else 0
             text = text[dropped:]
         return text
 
-    def _strippable(self, text: str) -> int:
-        head = text[: self._strip_left]
+    def _left_after_run(self) -> int:
+        """Return how many characters will be left to strip when the run of bytes has ended."""
+        strip, run = self._tables.recipe.strip.encode(), b"".join(self._run)
+        return max(0, self._strip_left - len(run)) if not run.strip(strip) else 0
+
+    def _strippable(self, text: str, most: int) -> int:
+        head = text[:most]
         return len(head) - len(head.lstrip(self._tables.recipe.strip)) if head else 0
 
     def _settle(self, num_chars: int) -> None:

@@ -186,7 +186,7 @@ def _build(names: list[str | None], special: set[str], recipe: Recipe) -> Tables
         to_bytes = _piece(recipe)
     else:
         to_bytes = _guess
-    said = [to_bytes(name) if ok and name else b"" for name, ok in zip(names, known, strict=True)]
+    said = [to_bytes(name or "") if ok else b"" for name, ok in zip(names, known, strict=True)]
     shown = [
         word if ok else (name or "").encode()
         for name, word, ok in zip(names, said, known, strict=True)
