@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from radixkv.config import EngineConfig, ServerConfig, parse_bytes
 from radixkv.errors import InvalidConfig
@@ -47,11 +48,10 @@ def load_settings(file: Path | None, flags: Mapping[str, object]) -> Settings:
         for name, value in flags.items()
         if value is not None
     }
-    kinds = _kinds()
     settings = Settings(
         engine=EngineConfig(**_part(values, EngineConfig)),
         server=ServerConfig(**_part(values, ServerConfig)),
-        **{name: values[name] for name in values if kinds[name][0] is Settings},  # type: ignore[arg-type]
+        **_part(values, Settings),
     )
     _refuse_remote(settings)
     return settings
@@ -95,16 +95,16 @@ def setting_names() -> list[str]:
 
 def _kinds() -> dict[str, tuple[type, str]]:
     """Name -> (the record that it belongs to, its type as written there)."""
-    found = {
-        f.name: (owner, str(f.type))
-        for owner in (EngineConfig, ServerConfig)
-        for f in fields(owner)
+    owners: tuple[type, ...] = (EngineConfig, ServerConfig, Settings)
+    return {
+        field.name: (owner, str(field.type))
+        for owner in owners
+        for field in fields(owner)
+        if str(field.type) in _KINDS
     }
-    own = {f.name: (Settings, str(f.type)) for f in fields(Settings) if f.type == "bool"}
-    return found | own
 
 
-def _part(values: Mapping[str, object], owner: type) -> dict[str, object]:
+def _part(values: Mapping[str, object], owner: type) -> dict[str, Any]:
     kinds = _kinds()
     return {name: value for name, value in values.items() if kinds[name][0] is owner}
 

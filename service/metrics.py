@@ -44,9 +44,7 @@ class Metrics:
 
     def __init__(self, *, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry()
-        self._target: Collector | CollectorRegistry = (
-            _WithVllmNames(self.registry) if vllm_names else self.registry
-        )
+        self._shown = _Shown(self.registry, vllm_names=vllm_names)
         self._answers = Counter(
             PREFIX + "http_responses",
             "Answers by route and status; 499 is a client that hung up.",
@@ -96,7 +94,7 @@ class Metrics:
     def expose(self, accept: str) -> tuple[bytes, str]:
         """Return the text that a scraper with this ``Accept`` header wants, and its type."""
         encode, content_type = choose_encoder(accept)
-        return encode(self._target), content_type
+        return encode(self._shown), content_type
 
 
 class EngineCollector(Collector):
@@ -156,7 +154,7 @@ class EngineCollector(Collector):
         for reason in sorted({"stop", "length", "abort", *stats.finished}):
             finished.add_metric((model, reason), stats.finished.get(reason, 0))
         yield finished
-        gauges = {
+        gauges: dict[str, tuple[str, float]] = {
             "num_requests_running": ("Sequences in the batch.", stats.num_running),
             "num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
             "kv_cache_usage_perc": (
@@ -165,9 +163,9 @@ class EngineCollector(Collector):
             ),
             "engine_alive": ("Whether the engine serves.", int(self._engine.alive)),
         }
-        for name, (text, value) in gauges.items():
+        for name, (text, level) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
-            gauge.add_metric((model,), value)
+            gauge.add_metric((model,), level)
             yield gauge
         blocks = GaugeMetricFamily(
             PREFIX + "kv_blocks", "Blocks by state.", labels=("model_name", "state")
@@ -209,17 +207,20 @@ _VLLM = frozenset(_TIMES) | {
 """What vLLM has by the same name and in the same unit."""
 
 
-class _WithVllmNames(Collector):
-    """The same metrics, and those that vLLM has too once more under ``vllm:``."""
+class _Shown(Collector):
+    """What a scrape shows of a registry: no creation times, and vLLM's names too if wanted."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, vllm_names: bool) -> None:
         self._registry = registry
+        self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
+            # A gauge for each series that says when it began: twice the lines, and unused.
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
             yield metric
             name = metric.name.removeprefix(PREFIX)
-            if name in _VLLM:
+            if self._vllm_names and name in _VLLM:
                 twin = Metric("vllm:" + name, metric.documentation, metric.type)
                 twin.samples = [
                     s._replace(name="vllm:" + s.name.removeprefix(PREFIX)) for s in metric.samples

@@ -1,0 +1,165 @@
+"""The command line as a person meets it: help, refusals, a start and a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import radixkv
+from radixkv.service.cli import app, curl_line
+from radixkv.service.config import setting_names
+from radixkv.service.logs import JsonLines, TextLines, configure_logs
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return CliRunner()
+
+
+def test_version_is_told(cli: CliRunner) -> None:
+    assert cli.invoke(app, ["--version"]).output == f"radixkv {radixkv.__version__}\n"
+
+
+def test_every_setting_is_a_flag_with_a_line_of_help(cli: CliRunner) -> None:
+    text = cli.invoke(app, ["serve", "--help"]).output
+    for name in setting_names():
+        assert "--" + name.replace("_", "-") in text, name
+    assert "--no-prefix-cache" in text
+
+
+def test_an_unknown_flag_is_answered_with_a_near_one(cli: CliRunner) -> None:
+    result = cli.invoke(app, ["serve", "--kv-memry", "1GiB"])
+    assert result.exit_code == 2
+    assert "--kv-memory" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--dtype", "int4"], "accepted: auto, bfloat16, float32"),
+        (["--kv-memory", "big"], "--kv-memory is 'big'"),
+        (["--block-size", "0"], "block_size is 0; wanted a whole number from 1 to 256"),
+        (["--host", "0.0.0.0"], "--insecure-remote"),
+        (["--config", "nowhere.toml"], "there is no such file"),
+        (["--log-format", "xml"], "accepted: text, json"),
+        (["--host", "256.1.1.1", "--insecure-remote"], "no address of this machine"),
+    ],
+)
+def test_a_bad_value_ends_with_2_and_what_is_accepted(
+    cli: CliRunner, args: list[str], words: str
+) -> None:
+    result = cli.invoke(app, ["serve", *args])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(cli: CliRunner) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = cli.invoke(app, ["serve", "--port", str(port)])
+    assert result.exit_code == 2
+    assert f"port {port} on 127.0.0.1 is in use" in result.output
+    assert "--port" in result.output
+
+
+def test_chat_without_a_server_says_how_to_start_one(cli: CliRunner) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    result = cli.invoke(app, ["chat", "--url", f"http://127.0.0.1:{port}"])
+    assert result.exit_code == 2
+    assert "no server answers" in result.output
+    assert "radixkv serve" in result.output
+
+
+def test_the_curl_line_survives_a_shell() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:9000", "it's/a model"))
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:9000/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "it's/a model"
+    assert body["stream"] is True
+
+
+async def test_serve_tells_its_progress_serves_and_ends_with_0_when_asked(tmp_path: Path) -> None:
+    """A process of its own, with a tiny model from a folder; SIGTERM while nothing runs."""
+    from tests import tiny_models
+
+    model, tokenizer = tiny_models.build("llama")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "radixkv", "serve", "--model", str(tmp_path), "--port", "0"),
+        *("--kv-memory", "4MiB", "--dtype", "float32", "--max-model-len", "64"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            curl = (await process.stdout.readline()).decode()
+            if not curl:
+                pytest.fail((await process.stderr.read()).decode())
+            words = shlex.split(curl)
+            answer = await asyncio.create_subprocess_exec(
+                *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+            )
+            said, _ = await answer.communicate()
+            process.send_signal(signal.SIGTERM)
+            told = (await process.stderr.read()).decode()
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert b"data: [DONE]" in said
+    for word in ("loading", "warming up", "serving", "stopping", "stopped"):
+        assert word in told
+    assert "status=200" in told
+
+
+def test_importing_the_command_line_loads_no_torch() -> None:
+    code = "import sys, radixkv.service.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def record(**fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("radixkv.http", logging.INFO, __file__, 1, "request", (), None)
+    made.fields = fields
+    return made
+
+
+def test_a_log_line_stays_one_line_whatever_a_caller_sends() -> None:
+    forged = "x\n12:00:00 INFO request id=other"
+    line = TextLines().format(record(id=forged, ttft_s=0.25, error=None))
+    assert "\n" not in line
+    assert "ttft_s=0.250" in line and "error" not in line
+    assert json.loads(JsonLines().format(record(id=forged)))["id"] == forged
+
+
+def test_configuring_logs_twice_writes_each_line_once() -> None:
+    out = StringIO()
+    logger = logging.getLogger("radixkv")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    try:
+        configure_logs("json", StringIO())
+        configure_logs("json", out)
+        logging.getLogger("radixkv.http").info("request", extra={"fields": {"status": 200}})
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    (line,) = out.getvalue().splitlines()
+    assert json.loads(line)["status"] == 200
