@@ -58,7 +58,7 @@ def _own_logits(
 ) -> torch.Tensor:
     ids = torch.from_numpy(prompt).to(loaded.device).unsqueeze(0)
     with own_attention(loaded.model, "eager"):
-        logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits
+        logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=True).logits
     return logits[0].float()
 
 
