@@ -59,6 +59,8 @@ class PromptLogprobs:
         Row ``i`` tells of token ``start + i + 1``; rows beyond the prompt's last but one token,
         and rows read before, are passed over.
         """
+        if self.complete:
+            return
         assert 0 <= start <= self.num_done, "prompt logits must come without gaps"
         end = min(start + len(logits), self._wanted)
         if not self._k_known and end > self.num_done:
