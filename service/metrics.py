@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from radixkv.service.engine.stream import Stream
 
 PREFIX = "radixkv:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -91,10 +92,13 @@ class Metrics:
         """Record the time between two events of one streamed choice."""
         self._times["inter_token_latency_seconds"].observe(seconds)
 
-    def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return the text that a scraper with this ``Accept`` header wants, and its type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._shown), content_type
+    def expose(self) -> bytes:
+        """Return all of it as ``CONTENT_TYPE``.
+
+        Only the classic text: the client library's OpenMetrics text turns the colon of our names,
+        which both formats allow, into an underscore.
+        """
+        return generate_latest(self._shown)
 
 
 class EngineCollector(Collector):

@@ -15,6 +15,7 @@ from radixkv.service.http.errors import ModelNotFound
 from radixkv.service.http.replies import HealthReply, LoadReply, ModelCard, ModelList, VersionReply
 from radixkv.service.http.serving import SERVING
 from radixkv.service.http.sse import json_reply
+from radixkv.service.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
@@ -58,8 +59,8 @@ async def load(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Show counters and histograms to Prometheus, also while the model loads."""
-    body, content_type = request.app[SERVING].metrics.expose(request.headers.get("Accept", ""))
-    return web.Response(body=body, headers={"Content-Type": content_type})
+    body = request.app[SERVING].metrics.expose()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 def _card(engine: Engine) -> ModelCard:

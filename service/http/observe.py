@@ -52,11 +52,12 @@ class RequestLine:
         return found | {"duration_s": round(time.monotonic() - self.started_s, 4)}
 
 
+LINE = web.RequestKey("LINE", RequestLine)
+
+
 def line_of(request: web.Request) -> RequestLine:
     """Return the log line of a request that came through ``observe``."""
-    line = request["line"]
-    assert isinstance(line, RequestLine)
-    return line
+    return request[LINE]
 
 
 def observing(count: Callable[[str, int], None]) -> Middleware:
@@ -69,7 +70,7 @@ def observing(count: Callable[[str, int], None]) -> Middleware:
     async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("X-Request-Id", "")
         line = RequestLine(given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}")
-        request["line"] = line
+        request[LINE] = line
         try:
             response = await handler(request)
             gone = request.transport is None or request.transport.is_closing()
@@ -97,7 +98,7 @@ def _log(request: web.Request, line: RequestLine) -> None:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Name the request in its answer, and do not tell which versions of what answered."""
-    line = request.get("line")
-    if isinstance(line, RequestLine):
+    line = request.get(LINE)
+    if line is not None:
         response.headers["X-Request-Id"] = line.id
     response.headers["Server"] = "radixkv"
