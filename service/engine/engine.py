@@ -69,6 +69,7 @@ class Engine:
         )
         self.created = int(time.time())
         self.token_text = TokenText(self._model.tokenizer)
+        self.token_text.prepare()  # now, not under the first request
         self._prompting = Prompting(self._model.tokenizer, self._model.vocab_size)
         cache = PrefixCache(
             self._capacity.num_blocks,
