@@ -123,7 +123,7 @@ class LruLeaves:
                 slot = leaf.entry & _SLOT_MASK
                 if self._slots[slot] is not leaf or leaf.entry not in entries:
                     wrong.append(f"the leaf that ends in block {last} has lost its place in line")
-                if leaf.entry >> _SLOT_BITS > self.used[last]:
+                if leaf.entry >> _SLOT_BITS > self.used[last] and self._counts[last] == 1:
                     wrong.append(f"the leaf that ends in block {last} is older than its place says")
                 if self._parked.get(last) is leaf:
                     wrong.append(f"the leaf that ends in block {last} is queued and parked")

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import OutOfBlocks
 from radixkv.identity.identity import CacheIdentity
+from radixkv.tree import NOT_INSERTED, Inserted
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
-    from radixkv.tree import Node
 
 
 class BlockTable:
@@ -34,9 +34,9 @@ class BlockTable:
     __slots__ = (
         "_cache",
         "_held",
-        "_hint",
         "_ids",
         "_len",
+        "_place",
         "cached_tokens",
         "identity",
         "num_published",
@@ -56,7 +56,7 @@ class BlockTable:
         self._ids = ids  # with room to spare; the first _len are ours
         self._len = len(ids)
         self._held: list[int] = []  # sources of copies that the device has yet to make
-        self._hint: Node | None = None  # where the published part ends, if at a node
+        self._place = NOT_INSERTED  # of the published part
         self.identity = identity
         self.num_tokens = num_tokens
         self.cached_tokens = num_tokens
@@ -151,14 +151,14 @@ class BlockTable:
         if len(tokens) < 4 * self.num_tokens:
             raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {self.num_tokens}")
         if num_whole > self.num_published:
-            self._hint = cache.tree.insert(
-                self.identity, tokens, self._ids[:num_whole], self.num_published, self._hint
+            self._place = cache.tree.insert(
+                self.identity, tokens, self._ids[:num_whole], self.num_published, self._place
             )
-            self.num_published = num_whole
-        if tail and rest:
+            self.num_published = self._place.num_blocks
+        if tail and rest and self.num_published == num_whole:
             end = 4 * self.num_tokens
             key = tokens if len(tokens) == end else tokens[:end]
-            cache.tree.insert_tail(self.identity, key, self._ids[: num_whole + 1], self._hint)
+            cache.tree.insert_tail(self.identity, key, self._ids[: num_whole + 1], self._place)
 
     def fork(self) -> BlockTable:
         """Return a second table of the same tokens: it shares their blocks and copies on write."""
@@ -168,7 +168,7 @@ class BlockTable:
             self._cache.pool.share(ids)
         twin = BlockTable(self._cache, self.identity, ids, self.num_tokens, self.num_published)
         twin.cached_tokens = self.cached_tokens
-        twin._hint = self._hint
+        twin._place = self._place
         return twin
 
     def truncate(self, num_tokens: int) -> None:
@@ -183,7 +183,7 @@ class BlockTable:
         self.num_tokens = num_tokens
         if self.num_published > num_tokens // size:
             self.num_published = num_tokens // size
-            self._hint = None
+            self._place = Inserted(None, self.num_published, self._place.moved)
         if gone.size:
             self._cache.tree.release(gone)
 
@@ -198,7 +198,6 @@ class BlockTable:
         if self._len:
             self._cache.tree.release(self._ids[: self._len])
         self._len = 0
-        self._hint = None
 
     def __enter__(self) -> BlockTable:
         return self

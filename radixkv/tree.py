@@ -67,6 +67,17 @@ class Match(NamedTuple):
 NOTHING = Match([], 0, None, 0)
 
 
+class Inserted(NamedTuple):
+    """Where a table's blocks lie in the tree, from one insert to the next."""
+
+    node: Node | None  # the node that ends with the last of them, if one does: saves a walk
+    num_blocks: int  # how many are in
+    moved: bool  # whether any was replaced by a resident one, so that forks may hold others
+
+
+NOT_INSERTED = Inserted(None, 0, False)
+
+
 class RadixTree:
     """Paths of tokens and the blocks that hold their KV; owns one reference to each block.
 
@@ -169,14 +180,18 @@ class RadixTree:
     # -- growing -----------------------------------------------------------------------------------
 
     def insert(
-        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, start: int, hint: Node | None
-    ) -> Node | None:
+        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, start: int, before: Inserted
+    ) -> Inserted:
         """Put in the whole blocks ``ids[start:]``; those before are in, and the caller holds all.
 
         Where a block of equal tokens is resident, ``ids`` is pointed at it in place and the
-        caller's own is let go. ``hint`` is what the insert of ``ids[:start]`` returned: the node
-        that ends there, if one does.
+        caller's own is let go. ``before`` is what the insert of ``ids[:start]`` returned.
+
+        A fork that holds the blocks behind such a place does not hold the resident ones before
+        them, which would break the tree's invariant; so there the insert ends at the first block
+        that others hold, and goes on when it is tried again and they have let go.
         """
+        hint, _, moved = before
         stride = self.stride
         end = len(ids) * stride
         node: Node
@@ -187,7 +202,14 @@ class RadixTree:
         while at < end:
             child = node.children.get(tokens[at : at + stride]) if node.children else None
             if child is None:
-                return self._attach(node, tokens[at:end], ids[at // stride :])
+                first = at // stride
+                if moved:
+                    end = at + self._num_own(ids[first:]) * stride
+                    if end == at:
+                        break
+                node = self._attach(node, tokens[at:end], ids[first : end // stride])
+                at = end
+                break
             size = len(child.key)
             if size <= end - at and tokens.startswith(child.key, at):
                 shared = size
@@ -198,26 +220,29 @@ class RadixTree:
             if after > start:
                 skip = max(start - first, 0)
                 resident = np.array(child.blocks[skip : after - first], np.int64)
-                self._deduplicate(ids[first + skip : after], resident)
+                moved |= self._deduplicate(ids[first + skip : after], resident)
             at += shared
             if shared == size:
                 node = child
             elif at == end:
-                return None
+                return Inserted(None, at // stride, moved)
             else:
                 node = self._split(child, shared // stride)
-        return node
+        return Inserted(node, at // stride, moved)
 
     def insert_tail(
-        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, hint: Node | None
+        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, before: Inserted
     ) -> None:
         """Put in the partial block ``ids[-1]``; ``tokens`` end with its tokens, the rest is in.
 
-        Does nothing where a resident block begins with the same tokens.
+        Does nothing where a resident block begins with the same tokens, nor for a fork's block
+        that ``insert`` would not take.
         """
         num_whole = len(ids) - 1
         tail = tokens[num_whole * self.stride :]
-        node, offset = self._find(identity, tokens, ids[:num_whole], hint)
+        if before.moved and not self._num_own(ids[-1:]):
+            return
+        node, offset = self._find(identity, tokens, ids[:num_whole], before.node)
         if offset < len(node.blocks):
             if node.key.startswith(tail, offset * self.stride):
                 return
@@ -227,6 +252,11 @@ class RadixTree:
             if after is not None and after.startswith(tail):
                 return
         self._attach(node, tail, ids[-1:])
+
+    def _num_own(self, ids: BlockIds) -> int:
+        """Return how many of ``ids`` come before the first that has other holders."""
+        shared = np.flatnonzero(self.pool.counts[ids] > 1)
+        return shared.item(0) if shared.size else len(ids)
 
     def _find(
         self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, hint: Node | None
@@ -311,16 +341,18 @@ class RadixTree:
         self.num_nodes += 1
         return upper
 
-    def _deduplicate(self, own: BlockIds, resident: BlockIds) -> None:
-        """Point ``own`` at ``resident``, whose tokens are equal, and let go what it named."""
+    def _deduplicate(self, own: BlockIds, resident: BlockIds) -> bool:
+        """Point ``own`` at ``resident``, whose tokens are equal; return whether it was not yet."""
         differ = own != resident
-        if differ.any():
-            duplicates = own[differ]
-            kept = resident[differ]
-            self.hold(kept)
-            own[:] = resident
-            self.release(duplicates)
-            self.num_deduplicated += len(kept)
+        if not differ.any():
+            return False
+        duplicates = own[differ]
+        kept = resident[differ]
+        self.hold(kept)
+        own[:] = resident
+        self.release(duplicates)
+        self.num_deduplicated += len(kept)
+        return True
 
     # -- shrinking ---------------------------------------------------------------------------------
 
