@@ -8,6 +8,7 @@ import torch
 from radixkv.kernels.features import Features
 
 MAX_SCORES = 1 << 21  # scores held at a time: 8 MiB in float32, so long prompts never need T x T
+MAX_QUERIES = 256  # queries at a time: what lies outside their windows is not even multiplied
 
 
 def soften(
@@ -57,27 +58,29 @@ def attend(
     m, num_kv_heads, _ = k.shape
     group = num_q_heads // num_kv_heads
     keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
-    j = torch.arange(first_key, first_key + m, device=q.device)
-    chunk = max(1, MAX_SCORES // (num_q_heads * m))
+    positions = torch.arange(first_key, first_key + m, device=q.device)
+    chunk = min(MAX_QUERIES, max(1, MAX_SCORES // (num_q_heads * m)))
     parts = []
     for r in range(0, n, chunk):
         rows = q[r : r + chunk].float()
+        first, last = first_query + r, first_query + r + len(rows) - 1
+        seen = slice(max(0, features.first_visible(first) - first_key), last + 1 - first_key)
         # The queries of a group read the same keys, so they are rows of one product.
         grouped = rows.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        scores = torch.matmul(grouped.reshape(num_kv_heads, -1, head_dim), keys)
-        i = torch.arange(first_query + r, first_query + r + len(rows), device=q.device)
-        distance = j - i[:, None]
+        grouped = grouped.reshape(num_kv_heads, -1, head_dim)
+        scores = torch.matmul(grouped, keys[:, :, seen])
+        distance = positions[seen] - torch.arange(first, last + 1, device=q.device)[:, None]
         hidden = distance > 0
         if features.sliding_window is not None:
             hidden |= distance <= -features.sliding_window
         weights = soften(
-            scores.view(num_kv_heads, group, len(rows), m),
+            scores.view(num_kv_heads, group, len(rows), -1),
             distance,
             hidden,
             features,
             (num_kv_heads, group, 1, 1),
         )
-        part = torch.matmul(weights.view(num_kv_heads, -1, m), values)
+        part = torch.matmul(weights.view(*grouped.shape[:2], -1), values[:, seen])
         part = part.view(num_kv_heads, group, len(rows), head_dim).permute(2, 0, 1, 3)
         parts.append(part.reshape(len(rows), num_q_heads, head_dim))
     return torch.cat(parts)

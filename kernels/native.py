@@ -42,8 +42,11 @@ def load_library() -> ctypes.CDLL:
     Raises NativeUnavailable; the answer, good or bad, is given once per process.
     """
     try:
-        return ctypes.CDLL(str(build(default_folder())))
-    except OSError as e:
+        library = ctypes.CDLL(str(build(default_folder())))
+        library.radixkv_decode.restype = None
+        library.radixkv_write.restype = ctypes.c_int64
+        return library
+    except (OSError, AttributeError) as e:
         raise NativeUnavailable(f"the compiled CPU kernels cannot be loaded: {e}") from e
 
 
@@ -82,7 +85,7 @@ def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
         return target
     handle, scratch = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
-    command = [compiler, *FLAGS, str(SOURCES / "decode.c"), "-o", scratch, "-lm"]
+    command = [compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.c"))), "-o", scratch, "-lm"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode:
@@ -101,7 +104,7 @@ def _fingerprint(compiler: str) -> str:
     for part in (compiler, *FLAGS, platform.machine(), *_processor()):
         digest.update(part.encode() + b"\0")
     for source in sorted(SOURCES.glob("*.[ch]")):
-        digest.update(source.read_bytes())
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
 
 

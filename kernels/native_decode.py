@@ -108,6 +108,10 @@ def _prepare(
     tables = np.ascontiguousarray(plan.host_block_tables[seqs])
     rows = plan.host_cu_seqlens_q[seqs].astype(np.int64)
     keeps = (tables, rows, lengths, unit_seq, unit_start, unit_stop, first_unit)
+    used = np.arange(tables.shape[1]) < -(-lengths // plan.block_size)[:, None]
+    named = tables[used]
+    if len(named) and (named.min() < 0 or named.max() >= len(pool)):
+        raise IndexError(f"block_tables must name blocks in 0..{len(pool) - 1}")
     step = _Step(
         len(seqs),
         len(unit_seq),

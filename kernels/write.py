@@ -2,6 +2,7 @@
 
 import torch
 
+from radixkv.kernels import native_write
 from radixkv.kernels.checks import expect
 
 
@@ -23,5 +24,8 @@ def write_kv(
     expect(k.shape[1:] == k_pool_layer.shape[2:], "k", f"[T, *{k_pool_layer.shape[2:]}]", k)
     expect(v.shape == k.shape, "v", f"of k's shape {tuple(k.shape)}", v)
     expect(slots.shape == k.shape[:1], "slots", f"[{len(k)}]", slots)
+    if native_write.supports(k, v, k_pool_layer, v_pool_layer, slots):
+        native_write.write_native(k, v, k_pool_layer, v_pool_layer, slots)
+        return
     k_pool_layer.flatten(0, 1).index_copy_(0, slots, k.to(k_pool_layer.dtype))
     v_pool_layer.flatten(0, 1).index_copy_(0, slots, v.to(v_pool_layer.dtype))

@@ -31,3 +31,13 @@ def test_writing_no_token_is_allowed_and_wrong_shapes_are_named() -> None:
         write_kv(none, none, pool.k[0], pool.v[0], torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="k must"):
         write_kv(none[:, :2], none[:, :2], pool.k[0], pool.v[0], torch.zeros(0).long())
+
+
+def test_a_slot_outside_the_pool_is_refused_before_anything_is_written() -> None:
+    pool = random_pool()
+    before = pool.data.clone()
+    new = torch.randn(2, 3, 8)
+    for slot in (24, -1):
+        with pytest.raises(IndexError):
+            write_kv(new, new, pool.k[0], pool.v[0], torch.tensor([0, slot]))
+        assert torch.equal(pool.data[:, :, 1:], before[:, :, 1:])

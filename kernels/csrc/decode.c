@@ -1,4 +1,4 @@
-/* Paged attention for sequences with one new token, and the write of new tokens into the pool.
+/* Paged attention for sequences with one new token.
 
    The keys and values of a sequence are read where they lie, each once for all the query heads of
    its group. The work is cut into units of at most MAX_UNIT tokens of one sequence, whatever else is
@@ -299,18 +299,5 @@ void radixkv_decode(const Step *step, const Layer *layer) {
     case FLOAT32: decode(FLOAT32, step, layer); break;
     case BFLOAT16: decode(BFLOAT16, step, layer); break;
     default: decode(FLOAT16, step, layer); break;
-    }
-}
-
-/* Copy row t of k and v to slot slots[t]; rows of one element type, heads of `head_bytes`. */
-void radixkv_write(char *k_pool, char *v_pool, const char *k, const char *v, const int64_t *slots,
-                   int64_t num_tokens, int64_t heads, int64_t head_bytes, int64_t k_row,
-                   int64_t k_head, int64_t v_row, int64_t v_head) {
-    for (int64_t t = 0; t < num_tokens; t++) {
-        int64_t to = slots[t] * heads * head_bytes;
-        for (int64_t h = 0; h < heads; h++, to += head_bytes) {
-            memcpy(k_pool + to, k + t * k_row + h * k_head, head_bytes);
-            memcpy(v_pool + to, v + t * v_row + h * v_head, head_bytes);
-        }
     }
 }
