@@ -1,0 +1,126 @@
+"""Models, health, tokens and the cache's own routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import radixkv
+from tests.http_server import RunningServer, running_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server() as server:
+        yield server
+
+
+def test_the_served_model_is_listed_with_its_context(server: RunningServer) -> None:
+    status, _, reply = server.ask("GET", "/v1/models")
+    (card,) = reply["data"]
+    assert (status, reply["object"]) == (200, "list")
+    assert (card["id"], card["root"], card["parent"]) == ("tiny", "tiny", None)
+    assert card["max_model_len"] == server.engine.max_model_len
+    assert server.ask("GET", "/v1/models/tiny")[2] == card
+    with server.client() as client:
+        assert [m.id for m in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").created == card["created"]
+
+
+def test_a_model_id_with_slashes_is_looked_up_whole(server: RunningServer) -> None:
+    status, _, reply = server.ask("GET", "/v1/models/org/name")
+    assert status == 404
+    assert "org/name" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health", "/ping"])
+def test_health_has_three_names(server: RunningServer, path: str) -> None:
+    assert server.ask("GET", path)[::2] == (200, {"status": "ok"})
+
+
+def test_version_and_load_answer(server: RunningServer) -> None:
+    assert server.ask("GET", "/version")[2] == {"version": radixkv.__version__}
+    assert server.ask("GET", "/load")[2] == {"server_load": 0}
+    assert server.ask("GET", "/openapi.json")[2]["openapi"] == "3.1.0"
+
+
+def test_tokens_go_there_and_back(server: RunningServer) -> None:
+    text = "hello you, 👋 日本"
+    reply = server.ask("POST", "/tokenize", {"prompt": text, "return_token_strs": True})[2]
+    assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+    assert reply["max_model_len"] == server.engine.max_model_len
+    back = server.ask("POST", "/detokenize", {"tokens": reply["tokens"]})[2]
+    assert back == {"prompt": text, "content": text}
+    assert server.ask("POST", "/tokenize", {"content": text})[2]["tokens"] == reply["tokens"]
+    assert server.ask("POST", "/detokenize", {"tokens": []})[2]["prompt"] == ""
+
+
+def test_a_foreign_token_id_is_a_400(server: RunningServer) -> None:
+    status, _, reply = server.ask("POST", "/detokenize", {"tokens": [99_999]})
+    assert (status, reply["error"]["param"]) == (400, "tokens")
+
+
+def test_a_long_text_is_tokenized_beside_the_loop_and_comes_out_the_same(
+    server: RunningServer,
+) -> None:
+    text = "the user is in the system and " * 4000
+    reply = server.ask("POST", "/tokenize", {"prompt": text})[2]
+    assert reply["tokens"] == server.engine.tokenize(text)
+
+
+def test_cache_stats_add_up_and_a_reset_empties(server: RunningServer) -> None:
+    prompt = {"prompt": "you and the user " * 10, "max_tokens": 1}
+    for _ in range(2):
+        server.ask("POST", "/v1/completions", prompt)
+    server.wait_until(server.at_rest)
+    stats = server.ask("GET", "/v1/cache/stats")[2]
+    blocks = stats["blocks"]
+    assert blocks["free"] + blocks["cached"] + blocks["used"] == blocks["total"]
+    assert 0 < stats["tokens"]["hit"] <= stats["tokens"]["queried"]
+    assert 0 < stats["hit_rate"] < 1
+    for path in ("/v1/cache/reset", "/reset_prefix_cache"):
+        status, _, reply = server.ask("POST", path)
+        assert status == 200
+        assert reply["object"] == "cache.reset"
+    assert server.ask("GET", "/v1/cache/stats")[2]["blocks"]["cached"] == 0
+    again = server.ask("POST", "/v1/completions", prompt)[2]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_reset_while_requests_run_is_a_409_that_says_so(server: RunningServer) -> None:
+    with server.client() as client:
+        stream = client.completions.create(
+            model="tiny",
+            prompt="the",
+            max_tokens=3000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        status, _, reply = server.ask("POST", "/v1/cache/reset")
+        stream.close()
+    assert status == 409
+    assert reply["error"]["code"] == "cache_busy"
+    assert reply["error"]["message"]
+    server.wait_until(server.at_rest)
+
+
+def test_a_web_page_cannot_reset_the_cache(server: RunningServer) -> None:
+    """SECURITY-6"""
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        status, _, reply = server.ask("POST", "/v1/cache/reset", headers={"Origin": origin})
+        assert (status, reply["error"]["type"]) == (403, "permission_error")
+    assert server.ask("POST", "/v1/cache/reset", headers={"Origin": server.url})[0] == 200
+
+
+def test_what_anybody_can_read_holds_no_text_and_no_tokens(server: RunningServer) -> None:
+    """SECURITY-5: after somebody's secret went through."""
+    secret = "xyzzy-plugh"
+    ids = server.ask("POST", "/tokenize", {"prompt": secret})[2]["tokens"]
+    body = {"prompt": secret, "max_tokens": 2, "cache_salt": "tenant-one", "user": "tenant-one"}
+    assert server.ask("POST", "/v1/completions", body)[0] == 200
+    for path in ("/metrics", "/v1/cache/stats", "/v1/models", "/load", "/health", "/version"):
+        text = str(server.ask("GET", path)[2])
+        assert secret not in text and "tenant-one" not in text, path
+        assert str(ids)[1:-1] not in text, path
