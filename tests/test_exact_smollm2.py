@@ -15,7 +15,7 @@ import torch
 from radixkv import Engine
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -83,9 +83,11 @@ def engine(loaded: LoadedModel) -> Iterator[Engine]:
         assert engine.check() == []
 
 
-def ask(engine: Engine, prompts: list[list[int]], *, at_once: int = 1, n: int = 1) -> list[object]:
+def ask(
+    engine: Engine, prompts: list[list[int]], *, at_once: int = 1, n: int = 1
+) -> list[tuple[list[int], int]]:
     """Run the prompts, ``at_once`` at a time."""
-    results: list[object] = []
+    results: list[tuple[list[int], int]] = []
     for at in range(0, len(prompts), at_once):
         streams = [
             engine.stream_generate(ids, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, n=n)

@@ -224,10 +224,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     args = parser.parse_args()
-    from radixkv.service.engine.loading import resolve_dtype, resolve_model
+    import torch
+
+    from radixkv.service.engine.loading import choose_dtype, resolve_model
 
     path = str(resolve_model("smollm2"))
-    dtype = str(resolve_dtype(args.dtype, "cpu")).removeprefix("torch.")
+    dtype = str(choose_dtype(args.dtype, torch.device("cpu"))).removeprefix("torch.")
     rounds, requests, shared, tokens = (3, 8, 512, 48) if args.quick else (5, 32, 1024, 96)
     flags = ["--dtype", dtype] + (["--num-threads", str(args.threads)] if args.threads else [])
 

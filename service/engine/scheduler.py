@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixkv.blocks import BlockCopy
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks
 from radixkv.service.engine.admission import (
@@ -26,7 +27,7 @@ from radixkv.service.engine.admission import (
 )
 from radixkv.service.engine.counters import Counters
 from radixkv.service.engine.request import Request, Sequence
-from radixkv.table import BlockCopy, BlockTable
+from radixkv.table import BlockTable
 
 
 @dataclass(slots=True, eq=False)
