@@ -291,6 +291,12 @@ def test_eos_and_stop_tokens_cannot_be_drawn_before_min_tokens() -> None:
     assert [sample(logits, [warm])[0].token_id for _ in range(3)] == [30, 30, 2]
 
 
+def test_eos_ids_and_prompt_ids_beyond_the_vocabulary_change_nothing() -> None:
+    params: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 2.0, "min_tokens": 1}
+    one = sampler(prompt=[1, 2, 50], vocab_size=2, **params)
+    assert sample(torch.tensor([[1.0, 1.5]]), [one])[0].token_id == 0
+
+
 def test_with_ignore_eos_eos_is_an_ordinary_token_from_the_start() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 2] = 5.0

@@ -221,10 +221,11 @@ class _Pieces:
 class _Window:
     """Any tokenizer: decodes the tokens since the last but one whole piece again at each step."""
 
-    __slots__ = ("_done", "_ids", "_length", "_said", "_token_text", "_waiting", "ends")
+    __slots__ = ("_done", "_ids", "_known", "_length", "_said", "_token_text", "_waiting", "ends")
 
     def __init__(self, token_text: TokenText) -> None:
         self._token_text = token_text
+        self._known = token_text.tables.known
         self._ids: list[int] = []
         self._done = 0  # ids before this place have been said
         self._said = ""  # their text
@@ -234,7 +235,7 @@ class _Window:
 
     def push(self, token_id: int) -> str:
         self._waiting += 1
-        if self._token_text.is_special(token_id):
+        if not (0 <= token_id < len(self._known) and self._known[token_id]):
             return self._say(self._said) if self._waiting == 1 else ""
         self._ids.append(token_id)
         text = self._token_text.decode(self._ids)

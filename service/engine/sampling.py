@@ -100,7 +100,8 @@ class ChoiceSampler:
         prompt = prompt_ids if isinstance(prompt_ids, Prompt) else Prompt(prompt_ids)
         self.params = params
         unique = prompt.unique if params.repetition_penalty != 1.0 else np.empty(0, np.int64)
-        self.edits = LogitEdits(params, unique, eos_token_ids)
+        eos = [token for token in eos_token_ids if token < vocab_size]
+        self.edits = LogitEdits(params, unique[unique < vocab_size], eos)
         self._key = b""
         if not params.greedy:
             source = f"entropy {entropy}" if params.seed is None else f"seed {params.seed}"
