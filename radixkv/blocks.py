@@ -85,6 +85,18 @@ class BlockPool:
         self._stack[self.free : end] = ids[::-1]
         self.free = end
 
+    def take_one(self) -> int:
+        """Return one free block with one reference; there is one."""
+        self.free -= 1
+        block: int = self._stack.item(self.free)
+        self.counts[block] = 1
+        return block
+
+    def put_back_one(self, block: int) -> None:
+        """Put a block on the free list whose count the caller has just brought to 0."""
+        self._stack[self.free] = block
+        self.free += 1
+
     def check(self) -> list[str]:
         """Return each broken invariant in words. O(capacity)."""
         wrong = []

@@ -18,8 +18,9 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
 from radixkv.tokens import encode
-from radixkv.tree import NOTHING, Match, RadixTree
+from radixkv.tree import NOT_INSERTED, NOTHING, Inserted, Match, RadixTree
 
+_INT64 = np.dtype(np.int64)
 _NO_IDS: BlockIds = np.empty(0, np.int64)
 
 
@@ -35,9 +36,9 @@ class Lease:
         "_cache",
         "_counted",
         "_ids",
+        "_place",
         "cached_tokens",
         "identity",
-        "num_whole",
         "released",
     )
 
@@ -46,7 +47,7 @@ class Lease:
         cache: PrefixCache,
         identity: CacheIdentity,
         ids: BlockIds,
-        num_whole: int,
+        place: Inserted,
         cached_tokens: int,
         counted: tuple[int, int, bool],
     ) -> None:
@@ -54,7 +55,7 @@ class Lease:
         self._ids = ids
         self._counted = counted  # tokens asked for, found in a partial block, was it a resumption
         self.identity = identity
-        self.num_whole = num_whole
+        self._place = place  # of the whole blocks
         self.cached_tokens = cached_tokens
         self.released = False
         cache._live.add(self)
@@ -71,7 +72,7 @@ class Lease:
         self.released = True
         self._cache._live.discard(self)
         if len(self._ids):
-            self._cache.tree.release(self._ids)
+            self._cache.tree.release(self._ids, self._place.num_blocks)
         self._ids = _NO_IDS
 
     def cancel(self) -> None:
@@ -147,15 +148,16 @@ class PrefixCache:
         counted = (len(tokens) // 4, match.num_valid, resumed)
         self._count(1, *counted, cached)
         if not cached:
-            return Lease(self, identity, _NO_IDS, 0, 0, counted)
+            return Lease(self, identity, _NO_IDS, NOT_INSERTED, 0, counted)
         runs = match.runs
         if match.source is None:
-            packed = b"".join(runs)
+            packed = bytearray().join(runs)
         else:
-            packed = b"".join([*runs, match.source.to_bytes(4, sys.byteorder)])
-        ids = np.frombuffer(packed, np.int32).astype(np.int64)
+            packed = bytearray().join([*runs, match.source.to_bytes(8, sys.byteorder)])
+        ids = np.frombuffer(packed, _INT64)
         self.tree.hold(ids)
-        return Lease(self, identity, ids, match.num_whole, cached, counted)
+        place = Inserted(match.node, match.num_whole, False)
+        return Lease(self, identity, ids, place, cached, counted)
 
     def lookup(
         self, identity: CacheIdentity, tokens: bytes, *, max_cached: int | None = None
@@ -172,7 +174,7 @@ class PrefixCache:
         lease.released = True
         self._live.discard(lease)
         ids, lease._ids = lease._ids, _NO_IDS
-        return BlockTable(self, lease.identity, ids, lease.cached_tokens, lease.num_whole)
+        return BlockTable(self, lease.identity, ids, lease.cached_tokens, lease._place)
 
     def _count(self, sign: int, num_tokens: int, partial: int, resumed: bool, hit: int) -> None:
         if resumed:
@@ -203,6 +205,13 @@ class PrefixCache:
                 raise OutOfBlocks(n, self.pool.free, self.tree.evictable)
             self.tree.evict(short)
         return self.pool.take(n)
+
+    def _take_one(self) -> int:
+        if not self.pool.free:
+            if not self.tree.evictable:
+                raise OutOfBlocks(1, 0, 0)
+            self.tree.evict(1)
+        return self.pool.take_one()
 
     # -- the whole ---------------------------------------------------------------------------------
 

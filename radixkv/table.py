@@ -14,7 +14,8 @@ import numpy.typing as npt
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import OutOfBlocks
 from radixkv.identity.identity import CacheIdentity
-from radixkv.tree import NOT_INSERTED, Inserted
+from radixkv.tokens import encode
+from radixkv.tree import Inserted
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
@@ -50,17 +51,17 @@ class BlockTable:
         identity: CacheIdentity,
         ids: BlockIds,
         num_tokens: int,
-        num_published: int,
+        place: Inserted,
     ) -> None:
         self._cache = cache
         self._ids = ids  # with room to spare; the first _len are ours
         self._len = len(ids)
         self._held: list[int] = []  # sources of copies that the device has yet to make
-        self._place = NOT_INSERTED  # of the published part
+        self._place = place  # of the published part
         self.identity = identity
         self.num_tokens = num_tokens
         self.cached_tokens = num_tokens
-        self.num_published = num_published
+        self.num_published = place.num_blocks
         self.released = False
         cache._live.add(self)
 
@@ -101,7 +102,9 @@ class BlockTable:
             new = 0
         at, num_valid = divmod(self.num_tokens, size)
         if num_valid == 0 or n == 0 or not self._is_shared(at):
-            if new:
+            if new == 1:
+                self._append_one(cache._take_one())
+            elif new:
                 self._append(cache._take(new))
             return []
         if new + 1 > cache.available:
@@ -147,6 +150,8 @@ class BlockTable:
         cache = self._cache
         if not cache.enabled:
             return
+        if type(tokens) is not bytes:
+            tokens = encode(tokens)
         num_whole, rest = divmod(self.num_tokens, cache.block_size)
         if len(tokens) < 4 * self.num_tokens:
             raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {self.num_tokens}")
@@ -166,9 +171,8 @@ class BlockTable:
         ids = self._ids[: -(-self.num_tokens // self._cache.block_size)].copy()
         if len(ids):
             self._cache.pool.share(ids)
-        twin = BlockTable(self._cache, self.identity, ids, self.num_tokens, self.num_published)
+        twin = BlockTable(self._cache, self.identity, ids, self.num_tokens, self._place)
         twin.cached_tokens = self.cached_tokens
-        twin._place = self._place
         return twin
 
     def truncate(self, num_tokens: int) -> None:
@@ -181,11 +185,12 @@ class BlockTable:
         gone = self._ids[keep : self._len]
         self._len = keep
         self.num_tokens = num_tokens
-        if self.num_published > num_tokens // size:
+        published = self.num_published
+        if published > num_tokens // size:
             self.num_published = num_tokens // size
             self._place = Inserted(None, self.num_published, self._place.moved)
         if gone.size:
-            self._cache.tree.release(gone)
+            self._cache.tree.release(gone, max(published - keep, 0))
 
     def release(self) -> None:
         """Let all blocks go: what was published stays cached, the rest is free. Idempotent."""
@@ -196,7 +201,7 @@ class BlockTable:
         if self._held:
             self._let_sources_go()
         if self._len:
-            self._cache.tree.release(self._ids[: self._len])
+            self._cache.tree.release(self._ids[: self._len], self.num_published)
         self._len = 0
 
     def __enter__(self) -> BlockTable:
@@ -231,11 +236,20 @@ class BlockTable:
     def _append(self, ids: BlockIds) -> None:
         end = self._len + len(ids)
         if end > len(self._ids):
-            room = np.empty(max(end, 2 * self._len, 8), np.int64)
-            room[: self._len] = self._ids[: self._len]
-            self._ids = room
+            self._grow(end)
         self._ids[self._len : end] = ids
         self._len = end
+
+    def _append_one(self, block: int) -> None:
+        if self._len == len(self._ids):
+            self._grow(self._len + 1)
+        self._ids[self._len] = block
+        self._len += 1
+
+    def _grow(self, least: int) -> None:
+        room = np.empty(least + least // 4 + 8, np.int64)
+        room[: self._len] = self._ids[: self._len]
+        self._ids = room
 
     def _let_sources_go(self) -> None:
         copying = self._cache._copying
@@ -243,7 +257,7 @@ class BlockTable:
             holds, most = copying.pop(block)
             if holds > 1:
                 copying[block] = (holds - 1, most)
-            self._cache.tree.release(np.array([block], np.int64))
+            self._cache.tree.release_source(block)
         self._held.clear()
 
     def _expect_live(self) -> None:

@@ -18,9 +18,9 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.siblings import SortedKeys
 from radixkv.tokens import TOKEN_BYTES, common_bytes
 
-# Edges grow in place, which copies their key. Beyond this a child is hung below instead: a look-up
-# then takes one step more per 32k tokens, and an append never copies more than 128 KiB.
-MAX_EDGE_BYTES = 1 << 17
+# To lengthen or shorten an edge copies its key, so longer ones are made as chains: a look-up takes
+# one step more per 16k tokens, and no append or eviction ever copies more than 64 KiB.
+MAX_EDGE_BYTES = 1 << 16
 
 
 class Node:
@@ -51,7 +51,7 @@ class Root(Node):
     __slots__ = ("identity",)
 
     def __init__(self, identity: CacheIdentity) -> None:
-        super().__init__(b"", array("i"), None)
+        super().__init__(b"", array("q"), None)
         self.identity = identity
 
 
@@ -62,7 +62,10 @@ class Match(NamedTuple):
     num_whole: int  # blocks in runs
     source: int | None  # the block that begins as the query goes on
     num_valid: int  # tokens of it that agree; 0 if source is None
+    node: Node | None = None  # the node that ends with the last whole block, if one does
 
+
+_FEW = 4  # blocks up to which numpy costs more than it saves
 
 NOTHING = Match([], 0, None, 0)
 
@@ -128,13 +131,13 @@ class RadixTree:
                     runs.append(child.blocks[:num_blocks])
                     at += num_blocks * stride
                     if rest < TOKEN_BYTES:
-                        break
+                        return Match(runs, at // stride, None, 0)
                     source = child.blocks[num_blocks]
                     return Match(runs, at // stride, source, rest // TOKEN_BYTES)
             if at < limit and node.order is not None:
                 return self._overlap(node, tokens[at : min(at + stride, limit)], runs, at // stride)
             break
-        return Match(runs, at // stride, None, 0)
+        return Match(runs, at // stride, None, 0, node if runs else None)
 
     def _overlap(self, node: Node, query: bytes, runs: list[array[int]], num_whole: int) -> Match:
         """Find the child whose beginning shares most with ``query``: one of its neighbours."""
@@ -146,36 +149,72 @@ class RadixTree:
                 if shared > most:
                     best, most = key, shared
         if best is None:
-            return Match(runs, num_whole, None, 0)
-        return Match(runs, num_whole, node.children[best].blocks[0], most // TOKEN_BYTES)
+            return Match(runs, num_whole, None, 0, node)
+        source = node.children[best].blocks[0]
+        return Match(runs, num_whole, source, most // TOKEN_BYTES, node)
 
     # -- holding -----------------------------------------------------------------------------------
 
     def hold(self, ids: BlockIds) -> None:
-        """Add a reference to each of ``ids``, all of them in the tree."""
+        """Add a reference to each of ``ids``, the beginning of a path in the tree."""
         counts = self.pool.counts
         held = counts[ids]
-        # Counts fall along a path, so the two ends often say it all.
-        if held[-1] == 1:
-            self.evictable -= len(ids) if held[0] == 1 else int(np.count_nonzero(held == 1))
+        # Counts do not rise along a path, so its two ends often say it all.
+        if held.item(-1) == 1:
+            everything = held.item(0) == 1
+            self.evictable -= len(ids) if everything else int(np.count_nonzero(held == 1))
         counts[ids] = held + 1
 
-    def release(self, ids: BlockIds) -> None:
+    def release(self, ids: BlockIds, num_cached: int) -> None:
         """Take back a reference to each of ``ids``, and note that they were in use until now.
 
-        ``ids`` is the beginning of a path, in the tree or not; what nobody holds then is free.
+        ``ids`` follow one another in a path; the first ``num_cached`` are known to be in the tree,
+        those behind may be. What nobody holds then is free.
         """
-        pool, leaves = self.pool, self.leaves
-        left = pool.counts[ids] - 1
-        pool.counts[ids] = left
-        leaves.touch(ids)
+        self.leaves.clock += 1
+        if num_cached:
+            path = ids[:num_cached]
+            counts = self.pool.counts
+            held = counts[path]
+            counts[path] = held - 1
+            self.leaves.used[path] = self.leaves.clock
+            if held.item(-1) == 2:
+                everything = held.item(0) == 2
+                self.evictable += num_cached if everything else int(np.count_nonzero(held == 2))
+                self.leaves.wake(path.item(-1))  # only the last of a path can end a leaf
+        rest = ids[num_cached:]
+        if len(rest) > _FEW:
+            self._release_many(rest)
+        else:
+            for block in rest.tolist():
+                self._release_one(block)
+
+    def release_source(self, block: int) -> None:
+        """Release one block that was held to be copied from."""
+        self.leaves.clock += 1
+        self._release_one(block)
+
+    def _release_one(self, block: int) -> None:
+        left = self.pool.counts.item(block) - 1
+        self.pool.counts[block] = left
+        self.leaves.used[block] = self.leaves.clock
+        if left == 0:
+            self.pool.put_back_one(block)
+        elif left == 1 and self.cached.item(block):
+            self.evictable += 1
+            self.leaves.wake(block)
+
+    def _release_many(self, ids: BlockIds) -> None:
+        left = self.pool.counts[ids] - 1
+        self.pool.counts[ids] = left
+        self.leaves.used[ids] = self.leaves.clock
         gone = ids[left == 0]
         if gone.size:
-            pool.put_back(gone)
+            self.pool.put_back(gone)
         idle = ids[(left == 1) & self.cached[ids]]
         if idle.size:
             self.evictable += idle.size
-            leaves.wake(idle.item(-1))  # only the last of a path can end a leaf
+            self.leaves.wake(idle.item(-1))
 
     # -- growing -----------------------------------------------------------------------------------
 
@@ -297,10 +336,12 @@ class RadixTree:
             before = node.order.around(key[:stride])[0]
             if before is not None and len(before) < stride and key.startswith(before):
                 assert node.children is not None
-                self._unlink(node.children[before])  # a tail that ``key`` contains
+                tail = node.children[before]  # ``key`` contains it
+                self._forget(tail.blocks[0])
+                self._unlink(tail)
         if node.blocks:
             self.leaves.discard(node)
-        blocks = array("i", ids.astype(np.int32).tobytes())
+        blocks = array("q", ids.tobytes())
         self.pool.counts[ids] += 1
         self.cached[ids] = True
         self.num_blocks += len(blocks)
@@ -311,15 +352,17 @@ class RadixTree:
             node.children = node.order = None  # a superseded tail may have left them empty
             node.key += key
             node.blocks += blocks
+        elif len(key) <= MAX_EDGE_BYTES:
+            node = self._adopt(node, Node(key, blocks, node))
         else:
-            child = Node(key, blocks, node)
-            self._adopt(node, child)
-            self.num_nodes += 1
-            node = child
+            step = max(MAX_EDGE_BYTES // stride, 1)
+            for at in range(0, len(blocks), step):
+                part = Node(key[at * stride : (at + step) * stride], blocks[at : at + step], node)
+                node = self._adopt(node, part)
         self.leaves.add(node)
         return node
 
-    def _adopt(self, parent: Node, child: Node) -> None:
+    def _adopt(self, parent: Node, child: Node) -> Node:
         first = child.key[: self.stride]
         if parent.children is None:
             parent.children = {}
@@ -329,6 +372,8 @@ class RadixTree:
         if parent.order is not None:
             parent.order.add(first)
         child.parent = parent
+        self.num_nodes += 1
+        return child
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut an edge after ``at`` blocks; return the new upper node. ``node`` stays the lower."""
@@ -338,7 +383,6 @@ class RadixTree:
         node.parent.children[node.key[: self.stride]] = upper
         node.key, node.blocks = node.key[cut:], node.blocks[at:]
         self._adopt(upper, node)
-        self.num_nodes += 1
         return upper
 
     def _deduplicate(self, own: BlockIds, resident: BlockIds) -> bool:
@@ -350,7 +394,7 @@ class RadixTree:
         kept = resident[differ]
         self.hold(kept)
         own[:] = resident
-        self.release(duplicates)
+        self.release(duplicates, 0)
         self.num_deduplicated += len(kept)
         return True
 
@@ -362,23 +406,42 @@ class RadixTree:
         Cuts leaves block by block from their ends: O(1) per block, O(log leaves) per leaf.
         """
         freed = 0
-        counts, used = self.pool.counts, self.leaves.used
         while freed < n and self.evictable:
             leaf = self.leaves.oldest()
             if leaf is None:
                 break
             node = cast(Node, leaf)
             size = min(n - freed, len(node.blocks))
-            ids = np.array(node.blocks[-size:], np.int64)
-            if size > 1:
-                # Neither counts nor times rise along a path, so what may go now is at the end.
-                goes = (counts[ids] == 1) & (used[ids] == used[ids[-1]])
-                size = int(np.count_nonzero(goes))
-                ids = ids[-size:]
-            self._cut(node, ids)
+            if size == 1:
+                block = node.blocks[-1]
+                self.cached[block] = False
+                self.pool.counts[block] = 0
+                self.pool.put_back_one(block)
+            else:
+                size = self._num_equal(node.blocks, size)
+                ids = np.array(node.blocks[-size:], np.int64)
+                self.cached[ids] = False
+                self.pool.counts[ids] = 0
+                self.pool.put_back(ids)
+            self._cut(node, size)
+            self.num_blocks -= size
+            self.evictable -= size
             freed += size
         self.num_evicted += freed
+        self.version += 1
         return freed
+
+    def _num_equal(self, blocks: array[int], most: int) -> int:
+        """Return how many of the last ``most`` blocks may go with the last one: used as long ago.
+
+        Neither counts nor times rise along a path, so it is enough to look at the other end.
+        """
+        counts, used = self.pool.counts, self.leaves.used
+        time = used.item(blocks[-1])
+        if counts.item(blocks[-most]) == 1 and used.item(blocks[-most]) == time:
+            return most
+        ids = np.array(blocks[-most:], np.int64)
+        return int(np.count_nonzero((counts[ids] == 1) & (used[ids] == time)))
 
     def disown(self, block: int) -> bool:
         """Give up ``block``, which one other holds, to its holder; False if paths go on from it.
@@ -391,17 +454,28 @@ class RadixTree:
             return False
         node = cast(Node, leaf)
         self.leaves.discard(node)
-        self._cut(node, np.array([block], np.int64))
+        self._forget(block)
+        self._cut(node, 1)
         if node.blocks:
             self.leaves.add(node)
         self.num_evicted += 1
         return True
 
-    def _cut(self, node: Node, ids: BlockIds) -> None:
-        """Take ``ids``, the last blocks of a leaf, out of the tree."""
-        keep = len(node.blocks) - len(ids)
+    def _forget(self, block: int) -> None:
+        """Drop the tree's reference to a block; if nobody else holds it, it is free."""
+        self.cached[block] = False
+        self.num_blocks -= 1
+        self.version += 1
+        left = self.pool.counts.item(block) - 1
+        self.pool.counts[block] = left
+        if left == 0:
+            self.evictable -= 1
+            self.pool.put_back_one(block)
+
+    def _cut(self, node: Node, size: int) -> None:
+        """Shorten a leaf by its last ``size`` blocks; an empty one goes for good."""
+        keep = len(node.blocks) - size
         if keep:
-            self._forget(ids)
             del node.blocks[keep:]
             node.key = node.key[: keep * self.stride]
             return
@@ -423,11 +497,10 @@ class RadixTree:
         assert parent is not None and parent.children is not None
         first = node.key[: self.stride]
         self.leaves.discard(node)
-        self._forget(np.array(node.blocks, np.int64))
         del parent.children[first]
         if parent.order is not None:
             parent.order.remove(first)
-        node.parent, node.blocks, node.key = None, array("i"), b""
+        node.parent, node.blocks, node.key = None, array("q"), b""
         self.num_nodes -= 1
 
     def _join(self, node: Node) -> None:
@@ -441,15 +514,8 @@ class RadixTree:
         child.parent = node.parent
         assert child.parent.children is not None
         child.parent.children[child.key[: self.stride]] = child
-        node.parent, node.blocks, node.key, node.children = None, array("i"), b"", None
+        node.parent, node.blocks, node.key, node.children = None, array("q"), b"", None
         self.num_nodes -= 1
-
-    def _forget(self, ids: BlockIds) -> None:
-        """Drop the tree's reference to each of ``ids``; those that nobody else holds are free."""
-        self.cached[ids] = False
-        self.num_blocks -= len(ids)
-        self.version += 1
-        self.evictable -= self.pool.drop(ids)
 
     def clear(self) -> int:
         """Forget everything; return how many blocks became free. Nobody may hold any."""
