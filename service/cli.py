@@ -202,7 +202,9 @@ def _serve(settings: Settings) -> int:
             lambda: _load(settings, say),
             shutdown_timeout_s=settings.server.shutdown_timeout,
             ready=lambda engine: say.ready(engine, server.url),
-            stopping=lambda n: say(f"stopping; {n} requests may finish (again: at once)"),
+            stopping=lambda n: say(
+                f"stopping; requests that may still finish: {n} (again: at once)"
+            ),
         )
 
     if not asyncio.run(main()):
@@ -223,7 +225,9 @@ def _load(settings: Settings, say: _Narrator) -> Engine:
     say("warming up")
     length = min(32, engine.max_model_len - 2)
     if length > 0:
-        engine.generate([0] * length, max_tokens=1, temperature=0.0, salt="warm-up")
+        engine.generate(
+            [0] * length, max_tokens=2, ignore_eos=True, temperature=0.0, salt="warm-up"
+        )
         engine.cache.reset()
     return engine
 

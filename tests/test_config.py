@@ -97,3 +97,10 @@ def test_a_remote_host_needs_a_word_of_its_own() -> None:
 def test_loopback_is_told_from_the_rest() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1", "[::1]")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example")))
+
+
+def test_the_example_names_every_key_and_gives_its_default() -> None:
+    file = Path(__file__).parents[1] / "examples" / "radixkv.toml"
+    assert load_settings(file, {}) == load_settings(None, {})
+    shown = {line.strip("# ").split(" = ")[0] for line in file.read_text().splitlines()}
+    assert set(setting_names()) <= shown

@@ -56,6 +56,17 @@ def test_a_prompt_beyond_the_context_is_a_400_that_clients_recognise(
     assert "maximum context length is 256 tokens" in error["message"]
 
 
+def test_text_that_can_never_fit_is_refused_before_it_is_tokenized(server: RunningServer) -> None:
+    """ERRORS-1: also when it is so long that tokenizing it would take seconds."""
+    text = "x" * 50_000
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/completions", {"prompt": ["fine", text]}),
+    ):
+        error = error_of(server.ask("POST", path, body), 400)
+        assert error["code"] == "context_length_exceeded"
+
+
 def test_more_answer_than_the_context_holds_is_refused_too(server: RunningServer) -> None:
     """ERRORS-1"""
     body = {"prompt": [5] * 100, "max_tokens": 200}

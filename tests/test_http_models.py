@@ -124,3 +124,21 @@ def test_what_anybody_can_read_holds_no_text_and_no_tokens(server: RunningServer
         text = str(server.ask("GET", path)[2])
         assert secret not in text and "tenant-one" not in text, path
         assert str(ids)[1:-1] not in text, path
+
+
+def test_the_log_tells_tokens_and_times_but_never_what_was_said(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SECURITY-5"""
+    caplog.set_level("DEBUG")
+    secret = "xyzzy-plugh"
+    body = {"prompt": secret, "max_tokens": 2, "ignore_eos": True, "stop": secret}
+    server.ask("POST", f"/v1/completions?key={secret}", body, headers={"X-Request-Id": "mine"})
+    server.ask("POST", "/v1/completions", body | {"max_tokens": secret})
+    lines = [r for r in caplog.records if r.name == "radixkv.http"]
+    good, bad = (r.__dict__["fields"] for r in lines)
+    assert (good["id"], good["status"], good["path"]) == ("mine", 200, "/v1/completions")
+    assert good["prompt_tokens"] > 0 and good["completion_tokens"] == 2
+    assert 0 < good["ttft_s"] <= good["duration_s"]
+    assert (bad["status"], bad["error"]) == (400, "invalid_type")
+    assert not any(secret in str(r.__dict__) for r in lines)

@@ -35,6 +35,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     serving.check_model(body.model)
     params = body.sampling()
+    serving.check_length("".join(str(m.content) for m in body.messages), "messages")
     token_ids = await serving.render(body.messages, body.rendering())
     answer = _Answer(serving, body)
     with serving.running(request):

@@ -32,6 +32,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
     serving.check_model(body.model)
     params = body.sampling()
+    for prompt in body.prompts:
+        serving.check_length(prompt, "prompt")
     prompts = [await _token_ids(serving, body, prompt) for prompt in body.prompts]
     answer = _Answer(serving, body)
     if body.echo:

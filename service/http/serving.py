@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from radixkv.errors import RadixKVError
+from radixkv.errors import ContextTooLong, RadixKVError
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
 from radixkv.service.http.messages import Message
@@ -54,6 +54,7 @@ class Serving:
         self.draining = False
         self.active: set[Stream] = set()
         self._engine: Engine | None = None
+        self._longest_token = 1
         self._one_ended = asyncio.Event()
         self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="radixkv-tokenize")
 
@@ -72,6 +73,7 @@ class Serving:
     def start(self, engine: Engine) -> None:
         """Begin to serve with ``engine``, which stays the caller's to close."""
         self._engine = engine
+        self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         self.metrics.attach(engine)
 
     def stop(self) -> None:
@@ -83,6 +85,18 @@ class Serving:
         served = self.engine.model_name
         if name is not None and name not in ("", "default", served):
             raise ModelNotFound(name, served)
+
+    def check_length(self, prompt: str | Sequence[int], param: str) -> None:
+        """Raise ContextTooLong for a prompt that cannot fit, before much time is spent on it.
+
+        Text is at least its length by the longest token's: megabytes would else be tokenized, for
+        seconds, only to be refused.
+        """
+        limit, least = self.engine.max_model_len, len(prompt)
+        if isinstance(prompt, str):
+            least = -(-len(prompt) // self._longest_token)
+        if least > limit:
+            raise ContextTooLong(limit=limit, prompt_tokens=least, max_tokens=None, param=param)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Turn text into token ids."""
