@@ -69,22 +69,27 @@ def draw_sorted(scores: torch.Tensor, cuts: Cuts, uniforms: np.ndarray) -> np.nd
 
 def draw_bucketed(scores: torch.Tensor, cuts: Cuts, uniforms: np.ndarray) -> np.ndarray:
     """Do as ``draw_sorted``, for scores on the host."""
-    mass = scores.exp().numpy()
-    buckets = scores.mul(-_PER_NAT).clamp_(max=_NUM_BUCKETS - 1).to(torch.int16).numpy()
-    table = scores.numpy()
-    ids = np.empty(len(table), np.int64)
+    ids = np.empty(len(scores), np.int64)
     asked = zip(cuts.top_k.tolist(), cuts.top_p.tolist(), cuts.min_p.tolist(), strict=True)
     for row, (top_k, top_p, min_p) in enumerate(asked):
-        ranking = _Ranking(table[row], mass[row], buckets[row])
+        ranking = _Ranking(*_best(scores[row], top_k))
         head = ranking.everything()
-        if top_k > 0:
-            head = ranking.head_of_count(top_k)
         if top_p < 1.0:
             head = min(head, ranking.head_of_mass(top_p * ranking.mass_of(head)))
         if min_p > 0.0:
             head = min(head, ranking.head_above(min_p))
         ids[row] = ranking.draw(head, float(uniforms[row]))
     return ids
+
+
+def _best(scores: torch.Tensor, top_k: int) -> tuple[torch.Tensor, np.ndarray | None]:
+    """Return the scores that top-k keeps and their tokens; None stands for all of them."""
+    if not 0 < top_k < len(scores):
+        return scores, None
+    table = scores.numpy()
+    kth = np.partition(table, len(table) - top_k)[len(table) - top_k]
+    tokens = np.flatnonzero(table >= kth)
+    return torch.from_numpy(table[tokens]), tokens
 
 
 _Head = tuple[int, int]
@@ -94,25 +99,18 @@ _Head = tuple[int, int]
 class _Ranking:
     """The tokens of one row in order of score, sorted only where somebody looks."""
 
-    __slots__ = ("_buckets", "_mass", "_opened", "_scores", "_upto")
+    __slots__ = ("_buckets", "_mass", "_opened", "_scores", "_tokens", "_upto")
 
-    def __init__(self, scores: np.ndarray, mass: np.ndarray, buckets: np.ndarray) -> None:
-        self._scores, self._mass, self._buckets = scores, mass, buckets
-        self._upto = np.bincount(buckets, weights=mass, minlength=_NUM_BUCKETS).cumsum()
+    def __init__(self, scores: torch.Tensor, tokens: np.ndarray | None) -> None:
+        """``tokens`` are the scores' token ids, ascending; None if the scores are of all tokens."""
+        self._scores, self._tokens = scores.numpy(), tokens
+        self._mass = scores.exp().numpy()
+        self._buckets = scores.mul(-_PER_NAT).clamp_(max=_NUM_BUCKETS - 1).to(torch.int16).numpy()
+        self._upto = np.bincount(self._buckets, self._mass, _NUM_BUCKETS).cumsum()
         self._opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def everything(self) -> _Head:
         return _NUM_BUCKETS, 0
-
-    def head_of_count(self, count: int) -> _Head:
-        """Return the head of ``count`` tokens and those level with the last of them."""
-        if count >= len(self._scores):
-            return self.everything()
-        upto = np.bincount(self._buckets, minlength=_NUM_BUCKETS).cumsum()
-        bucket = int(upto.searchsorted(count))
-        ids, _ = self._open(bucket)
-        last = self._scores[ids[count - (int(upto[bucket - 1]) if bucket else 0) - 1]]
-        return bucket, int(np.count_nonzero(self._scores[ids] >= last))
 
     def head_of_mass(self, mass: float) -> _Head:
         """Return the shortest head with at least ``mass``."""
@@ -141,13 +139,14 @@ class _Ranking:
         if bucket == head[0]:
             within = within[: head[1]]
         rest = min(target - self._before(bucket), float(np.nextafter(within[-1], 0.0)))
-        return int(ids[within.searchsorted(rest, side="right")])
+        place = int(ids[within.searchsorted(rest, side="right")])
+        return place if self._tokens is None else int(self._tokens[place])
 
     def _before(self, bucket: int) -> float:
         return float(self._upto[bucket - 1]) if bucket else 0.0
 
     def _open(self, bucket: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a bucket's tokens, ranked, and their mass added up."""
+        """Return where a bucket's scores are, ranked, and their mass added up."""
         found = self._opened.get(bucket)
         if found is None:
             ids = np.flatnonzero(self._buckets == bucket)
