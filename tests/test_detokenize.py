@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from radixkv.service.engine.detokenize import Detokenizer, TokenText
 from radixkv.service.engine.token_text import Joining
@@ -225,6 +227,21 @@ def test_bytes_as_they_come_next_join_to_the_text(name: str, token_ids: list[int
     whole = text.decode(token_ids)
     if "�" not in whole:  # rubbish is shown differently by a byte fallback
         assert raw.decode() == whole
+
+
+def test_the_embedded_models_vocabulary_streams_exactly(smollm2_path: Path) -> None:
+    """STREAM-3: 300 random answers, and 50 texts with emoji."""
+    text = TokenText(AutoTokenizer.from_pretrained(smollm2_path))
+    made = random.Random(0)
+    size = len(text.tables.known)
+    for _ in range(300):
+        token_ids = [made.randrange(17, made.choice((300, size))) for _ in range(30)]
+        assert "".join(stream(text, token_ids)[0]) == text.decode(token_ids)
+    for i in range(50):
+        said = f"{chr(0x1F600 + i)} naïve 日本語 {chr(0x915 + i)}\u093f 👩\u200d🚀 {i}\n"
+        token_ids = text._tokenizer.encode(said)
+        pieces, _ = stream(text, token_ids)
+        assert "".join(pieces) == said and "�" not in said
 
 
 class Slow:
