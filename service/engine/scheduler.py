@@ -203,7 +203,12 @@ class Scheduler:
                 resumed=request.cached_tokens is not None,
             )
             if has_room(
-                seq, lease.num_whole, cache.available, growth, cache.block_size, alone=alone
+                seq,
+                lease.cached_tokens // cache.block_size,
+                cache.available,
+                growth,
+                cache.block_size,
+                alone=alone,
             ):
                 return cache.open(lease)
             lease.cancel()
