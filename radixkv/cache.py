@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from radixkv import audit
 from radixkv.blocks import BlockIds, BlockPool
-from radixkv.errors import CacheBusy, OutOfBlocks
+from radixkv.errors import CacheBusy
 from radixkv.identity.identity import CacheIdentity
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
@@ -156,7 +156,7 @@ class PrefixCache:
             packed = bytearray().join([*runs, match.source.to_bytes(8, sys.byteorder)])
         ids = np.frombuffer(packed, _INT64)
         self.tree.hold(ids)
-        place = Inserted(match.node, match.num_whole, False)
+        place = Inserted(match.node, match.num_whole, False, True)
         return Lease(self, identity, ids, place, cached, counted)
 
     def lookup(
@@ -196,22 +196,6 @@ class PrefixCache:
         if match is NOTHING:
             self.tree.expect(identity)
         return match, match.num_whole * self.block_size + match.num_valid
-
-    def _take(self, n: int) -> BlockIds:
-        """Take ``n`` blocks, evicting what is missing; OutOfBlocks before anything is evicted."""
-        short = n - self.pool.free
-        if short > 0:
-            if short > self.tree.evictable:
-                raise OutOfBlocks(n, self.pool.free, self.tree.evictable)
-            self.tree.evict(short)
-        return self.pool.take(n)
-
-    def _take_one(self) -> int:
-        if not self.pool.free:
-            if not self.tree.evictable:
-                raise OutOfBlocks(1, 0, 0)
-            self.tree.evict(1)
-        return self.pool.take_one()
 
     # -- the whole ---------------------------------------------------------------------------------
 

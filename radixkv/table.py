@@ -95,38 +95,41 @@ class BlockTable:
         self._expect_live()
         if n < 0:
             raise ValueError(f"reserve({n}); wanted 0 or more")
-        cache = self._cache
-        size = cache.block_size
-        new = -(-(self.num_tokens + n) // size) - self._len
-        if new < 0:
-            new = 0
-        at, num_valid = divmod(self.num_tokens, size)
-        if num_valid == 0 or n == 0 or not self._is_shared(at):
-            if new == 1:
-                self._append_one(cache._take_one())
-            elif new:
-                self._append(cache._take(new))
-            return []
-        if new + 1 > cache.available:
-            if new > cache.available or not self._can_take_over(at):
-                raise OutOfBlocks(new + 1, cache.pool.free, cache.tree.evictable)
+        tree, num_tokens = self._cache.tree, self.num_tokens
+        size = tree.block_size
+        new = max(-(-(num_tokens + n) // size) - self._len, 0)
+        at, num_valid = divmod(num_tokens, size)
+        copies = num_valid > 0 and n > 0 and self._is_shared(at)
+        if new + copies > tree.pool.free + tree.evictable:
+            if not (copies and new == self._cache.available and self._can_take_over(at)):
+                raise OutOfBlocks(new + copies, tree.pool.free, tree.evictable)
             # The block to copy is held by us and the tree alone, and its room is needed: rather
             # than fail beside it, take it out of the tree and write in place.
-            cache.tree.evict(cache.tree.evictable)
-            if cache.tree.disown(self._ids.item(at)):
-                if new:
-                    self._append(cache._take(new))
-                return []
-        taken = cache._take(new + 1)
-        source, target = self._ids.item(at), taken.item(0)
+            tree.evict(tree.evictable)
+            tree.disown(self._ids.item(at))
+            copies = False
+        copy = [self._copy_on_write(at, num_valid)] if copies else []
+        if new:
+            end = self._len + new
+            if end > len(self._ids):
+                self._grow(end)
+            if new == 1:
+                self._ids[self._len] = tree.take_one()
+            else:
+                tree.take(self._ids[self._len : end])
+            self._len = end
+        return copy
+
+    def _copy_on_write(self, at: int, num_valid: int) -> BlockCopy:
+        """Put a block of our own in the place of one that others hold too."""
+        cache = self._cache
+        source, target = self._ids.item(at), cache.tree.take_one()
         self._ids[at] = target
         self._held.append(source)
         holds, most = cache._copying.get(source, (0, 0))
         cache._copying[source] = (holds + 1, max(most, num_valid))
-        if new:
-            self._append(taken[1:])
         cache._cow_copies += 1
-        return [BlockCopy(source, target, num_valid)]
+        return BlockCopy(source, target, num_valid)
 
     def commit(self, n: int) -> None:
         """Note that the device has made the copies and the KV of ``n`` more tokens."""
@@ -171,6 +174,7 @@ class BlockTable:
         ids = self._ids[: -(-self.num_tokens // self._cache.block_size)].copy()
         if len(ids):
             self._cache.pool.share(ids)
+        self._place = self._place._replace(alone=False)
         twin = BlockTable(self._cache, self.identity, ids, self.num_tokens, self._place)
         twin.cached_tokens = self.cached_tokens
         return twin
@@ -188,7 +192,7 @@ class BlockTable:
         published = self.num_published
         if published > num_tokens // size:
             self.num_published = num_tokens // size
-            self._place = Inserted(None, self.num_published, self._place.moved)
+            self._place = self._place._replace(node=None, num_blocks=self.num_published)
         if gone.size:
             self._cache.tree.release(gone, max(published - keep, 0))
 
@@ -232,19 +236,6 @@ class BlockTable:
         """Tell whether the block is held by us and the tree alone, so the tree could let it go."""
         block = self._ids.item(at)
         return self._cache.pool.counts.item(block) == 2 and self._cache.tree.cached.item(block)
-
-    def _append(self, ids: BlockIds) -> None:
-        end = self._len + len(ids)
-        if end > len(self._ids):
-            self._grow(end)
-        self._ids[self._len : end] = ids
-        self._len = end
-
-    def _append_one(self, block: int) -> None:
-        if self._len == len(self._ids):
-            self._grow(self._len + 1)
-        self._ids[self._len] = block
-        self._len += 1
 
     def _grow(self, least: int) -> None:
         room = np.empty(least + least // 4 + 8, np.int64)

@@ -76,9 +76,10 @@ class Inserted(NamedTuple):
     node: Node | None  # the node that ends with the last of them, if one does: saves a walk
     num_blocks: int  # how many are in
     moved: bool  # whether any was replaced by a resident one, so that forks may hold others
+    alone: bool  # whether the table never had a fork, so that nobody else holds its own blocks
 
 
-NOT_INSERTED = Inserted(None, 0, False)
+NOT_INSERTED = Inserted(None, 0, False, True)
 
 
 class RadixTree:
@@ -143,8 +144,9 @@ class RadixTree:
         """Find the child whose beginning shares most with ``query``: one of its neighbours."""
         assert node.order is not None and node.children is not None
         best, most = None, TOKEN_BYTES - 1
+        begins = query[:TOKEN_BYTES]
         for key in node.order.around(query):
-            if key is not None:
+            if key is not None and key.startswith(begins):
                 shared = common_bytes(query, 0, len(query), key)
                 if shared > most:
                     best, most = key, shared
@@ -230,7 +232,7 @@ class RadixTree:
         them, which would break the tree's invariant; so there the insert ends at the first block
         that others hold, and goes on when it is tried again and they have let go.
         """
-        hint, _, moved = before
+        hint, _, moved, alone = before
         stride = self.stride
         end = len(ids) * stride
         node: Node
@@ -246,7 +248,7 @@ class RadixTree:
                     end = at + self._num_own(ids[first:]) * stride
                     if end == at:
                         break
-                node = self._attach(node, tokens[at:end], ids[first : end // stride])
+                node = self._attach(node, tokens[at:end], ids[first : end // stride], alone)
                 at = end
                 break
             size = len(child.key)
@@ -264,10 +266,10 @@ class RadixTree:
             if shared == size:
                 node = child
             elif at == end:
-                return Inserted(None, at // stride, moved)
+                return Inserted(None, at // stride, moved, alone)
             else:
                 node = self._split(child, shared // stride)
-        return Inserted(node, at // stride, moved)
+        return Inserted(node, at // stride, moved, alone)
 
     def insert_tail(
         self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, before: Inserted
@@ -290,7 +292,7 @@ class RadixTree:
             after = node.order.around(tail)[1]
             if after is not None and after.startswith(tail):
                 return
-        self._attach(node, tail, ids[-1:])
+        self._attach(node, tail, ids[-1:], before.alone)
 
     def _num_own(self, ids: BlockIds) -> int:
         """Return how many of ``ids`` come before the first that has other holders."""
@@ -329,7 +331,7 @@ class RadixTree:
                 f"this cache of {self.block_size}"
             )
 
-    def _attach(self, node: Node, key: bytes, ids: BlockIds) -> Node:
+    def _attach(self, node: Node, key: bytes, ids: BlockIds, alone: bool) -> Node:
         """Let the path to ``node`` go on with ``key``, which none of its children begins with."""
         stride = self.stride
         if node.order is not None:
@@ -341,20 +343,22 @@ class RadixTree:
                 self._unlink(tail)
         if node.blocks:
             self.leaves.discard(node)
-        blocks = array("q", ids.tobytes())
-        self.pool.counts[ids] += 1
+        if alone:
+            self.pool.counts[ids] = 2
+        else:
+            self.pool.counts[ids] += 1
         self.cached[ids] = True
-        self.num_blocks += len(blocks)
-        self.num_published += len(blocks)
+        self.num_blocks += len(ids)
+        self.num_published += len(ids)
         self.version += 1
         grows = node.blocks and not node.children and len(key) >= stride
         if grows and len(node.key) + len(key) <= MAX_EDGE_BYTES:
             node.children = node.order = None  # a superseded tail may have left them empty
             node.key += key
-            node.blocks += blocks
-        elif len(key) <= MAX_EDGE_BYTES:
-            node = self._adopt(node, Node(key, blocks, node))
+            node.blocks.frombytes(ids.tobytes())
         else:
+            blocks = array("q")
+            blocks.frombytes(ids.tobytes())
             step = max(MAX_EDGE_BYTES // stride, 1)
             for at in range(0, len(blocks), step):
                 part = Node(key[at * stride : (at + step) * stride], blocks[at : at + step], node)
@@ -400,36 +404,60 @@ class RadixTree:
 
     # -- shrinking ---------------------------------------------------------------------------------
 
-    def evict(self, n: int) -> int:
-        """Free up to ``n`` blocks, least recently used first; return how many were freed.
+    def take(self, out: BlockIds) -> None:
+        """Fill ``out`` with blocks of one reference each: free ones, then evicted ones.
 
-        Cuts leaves block by block from their ends: O(1) per block, O(log leaves) per leaf.
+        The caller has seen to it that there are enough.
         """
-        freed = 0
-        while freed < n and self.evictable:
-            leaf = self.leaves.oldest()
-            if leaf is None:
-                break
-            node = cast(Node, leaf)
-            size = min(n - freed, len(node.blocks))
-            if size == 1:
-                block = node.blocks[-1]
-                self.cached[block] = False
-                self.pool.counts[block] = 0
-                self.pool.put_back_one(block)
-            else:
-                size = self._num_equal(node.blocks, size)
-                ids = np.array(node.blocks[-size:], np.int64)
-                self.cached[ids] = False
-                self.pool.counts[ids] = 0
-                self.pool.put_back(ids)
+        n = len(out)
+        filled = min(n, self.pool.free)
+        if filled:
+            out[:filled] = self.pool.take(filled)
+        if filled < n:
+            self._evict_into(out, filled)
+
+    def take_one(self) -> int:
+        """Return one block as ``take`` would."""
+        if self.pool.free:
+            return self.pool.take_one()
+        node = cast(Node, self.leaves.oldest())
+        block = node.blocks[-1]
+        self.cached[block] = False
+        self._cut(node, 1)
+        self._count_evicted(1)
+        return block
+
+    def evict(self, n: int) -> int:
+        """Free up to ``n`` blocks, least recently used first; return how many were freed."""
+        ids = np.empty(min(n, self.evictable), np.int64)
+        self._evict_into(ids, 0)
+        return self.pool.drop(ids)
+
+    def _evict_into(self, out: BlockIds, filled: int) -> None:
+        """Fill ``out[filled:]`` with evicted blocks; the tree's reference becomes the caller's.
+
+        Cuts leaves block by block from their ends, least recently used first: O(1) per block,
+        O(log leaves) per leaf.
+        """
+        first = filled
+        while filled < len(out):
+            node = cast(Node, self.leaves.oldest())
+            blocks = node.blocks
+            size = min(len(out) - filled, len(blocks))
+            if size > 1:
+                size = self._num_equal(blocks, size)
+            ids = out[filled : filled + size]
+            ids[:] = blocks[-size:]
+            self.cached[ids] = False
             self._cut(node, size)
-            self.num_blocks -= size
-            self.evictable -= size
-            freed += size
-        self.num_evicted += freed
+            filled += size
+        self._count_evicted(filled - first)
+
+    def _count_evicted(self, n: int) -> None:
+        self.num_blocks -= n
+        self.evictable -= n
+        self.num_evicted += n
         self.version += 1
-        return freed
 
     def _num_equal(self, blocks: array[int], most: int) -> int:
         """Return how many of the last ``most`` blocks may go with the last one: used as long ago.
