@@ -174,6 +174,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
             stream=True,
             extra_body={"ignore_eos": True},
         )
+        next(iter(stream))
         answer = server.ask("POST", CHAT, {"messages": HI})
         error = error_of(answer, 429)
         assert error["code"] == "queue_full"
