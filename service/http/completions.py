@@ -5,6 +5,7 @@ Choice i of prompt p has index p * n + i, as OpenAI numbers them.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -34,37 +35,30 @@ async def completions(request: web.Request) -> web.StreamResponse:
     params = body.sampling()
     for prompt in body.prompts:
         serving.check_length(prompt, "prompt")
-    prompts = [await _token_ids(serving, body, prompt) for prompt in body.prompts]
+    prompts = await serving.tokenize(
+        body.prompts, add_special_tokens=body.add_special_tokens is not False
+    )
     answer = _Answer(serving, body)
     if body.echo:
-        answer.echoes = [
-            prompt if isinstance(prompt, str) else await serving.detokenize(prompt)
-            for prompt in body.prompts
-        ]
+        answer.echoes = await serving.detokenize(body.prompts)
     with serving.running(request):
-        # All are queued before the first answers, or, if one is refused, none is run.
-        streams = [
-            serving.submit(
-                request,
-                token_ids,
-                params,
-                request_id=f"{answer.id}-{i}",
-                salt=body.cache_salt,
-                param="prompt",
+        streams = []
+        for i, token_ids in enumerate(prompts):
+            if i:
+                await asyncio.sleep(0)  # a long list must not hold up other requests
+            streams.append(
+                serving.submit(
+                    request,
+                    token_ids,
+                    params,
+                    request_id=f"{answer.id}-{i}",
+                    salt=body.cache_salt,
+                    param="prompt",
+                )
             )
-            for i, token_ids in enumerate(prompts)
-        ]
         if body.stream:
             return await send_events(request, serving, lambda events: answer.send(events, streams))
         return json_reply(answer.whole(await gather(streams)))
-
-
-async def _token_ids(
-    serving: Serving, body: CompletionRequest, prompt: str | list[int]
-) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
-    return await serving.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
 class _Answer:

@@ -19,6 +19,7 @@ from radixkv.service.engine.params import SamplingParams
 from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
 from radixkv.service.http.messages import Message
 from radixkv.service.http.observe import line_of
+from radixkv.service.http.schema import Prompt
 from radixkv.service.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ T = TypeVar("T")
 PING_S = 15.0
 # About 5 ms of tokenizing; what is longer goes to a thread, so that no stream stutters for it.
 _INLINE_CHARS = 16 * 1024
+_MESSAGE_CHARS = 64
+"""What a message costs beside its text, in characters of text."""
 
 
 class Aborted(RadixKVError):
@@ -65,11 +68,6 @@ class Serving:
             raise Loading
         return self._engine
 
-    @property
-    def loaded(self) -> bool:
-        """Whether there is an engine."""
-        return self._engine is not None
-
     def start(self, engine: Engine) -> None:
         """Begin to serve with ``engine``, which stays the caller's to close."""
         self._engine = engine
@@ -98,20 +96,36 @@ class Serving:
         if least > limit:
             raise ContextTooLong(limit=limit, prompt_tokens=least, max_tokens=None, param=param)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Turn text into token ids."""
-        tokenize = partial(self.engine.tokenize, text, add_special_tokens=add_special_tokens)
-        return await self._run(len(text), tokenize)
+    async def tokenize(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Turn texts into token ids; what is token ids already stays."""
+
+        def work() -> list[list[int]]:
+            tokenize = self.engine.tokenize
+            return [
+                tokenize(prompt, add_special_tokens=add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        return await self._run(sum(len(p) for p in prompts if isinstance(p, str)), work)
 
     async def render(self, messages: Sequence[Message], rendering: dict[str, Any]) -> list[int]:
         """Turn a chat into token ids."""
         shown = [message.for_template() for message in messages]
-        size = sum(len(message["content"]) for message in shown)
+        size = sum(_MESSAGE_CHARS + len(message["content"]) for message in shown)
         return await self._run(size, partial(self.engine.render, shown, **rendering))
 
-    async def detokenize(self, token_ids: list[int]) -> str:
-        """Turn token ids into text."""
-        return await self._run(4 * len(token_ids), partial(self.engine.detokenize, token_ids))
+    async def detokenize(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Turn token ids into texts; what is text already stays."""
+
+        def work() -> list[str]:
+            detokenize = self.engine.detokenize
+            return [prompt if isinstance(prompt, str) else detokenize(prompt) for prompt in prompts]
+
+        return await self._run(4 * sum(len(p) for p in prompts if isinstance(p, list)), work)
 
     def submit(
         self,

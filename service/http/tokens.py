@@ -23,7 +23,7 @@ async def tokenize(request: web.Request) -> web.Response:
         if special is None:
             special = body.prompt is not None
         text = body.prompt if body.prompt is not None else body.content or ""
-        ids = await serving.tokenize(text, add_special_tokens=special)
+        (ids,) = await serving.tokenize([text], add_special_tokens=special)
     reply: TokenizeReply = {
         "tokens": ids,
         "count": len(ids),
@@ -39,6 +39,6 @@ async def detokenize(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
     body = await read_body(request, DetokenizeRequest)
     serving.check_model(body.model)
-    text = await serving.detokenize(body.tokens) if body.tokens else ""
+    (text,) = await serving.detokenize([body.tokens]) if body.tokens else ("",)
     reply: DetokenizeReply = {"prompt": text, "content": text}
     return json_reply(reply)
