@@ -20,7 +20,7 @@ from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.detokenize import TokenText
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.request import Request, encode
-from radixkv.service.engine.sampling import ChoiceSampler
+from radixkv.service.engine.sampling import ChoiceSampler, Prompt
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Stream
 from tests.tiny_models import build_tokenizer
@@ -142,6 +142,7 @@ class Rig:
                 params=params,
                 max_tokens=max_tokens,
                 entropy=0,
+                sampling_prompt=Prompt(prompt),
                 stream=stream,
             )
         )
@@ -172,7 +173,7 @@ class Rig:
         sampler = ChoiceSampler(
             request.params,
             index=index,
-            prompt_ids=request.prompt_ids,
+            prompt_ids=request.sampling_prompt,
             vocab_size=VOCAB,
             eos_token_ids=frozenset(),
             entropy=request.entropy,

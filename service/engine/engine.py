@@ -33,7 +33,7 @@ from radixkv.service.engine.params import Generation, SamplingParams, sampling_p
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.runner import ModelRunner
-from radixkv.service.engine.sampling import ChoiceSampler
+from radixkv.service.engine.sampling import ChoiceSampler, Prompt
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Stream
 
@@ -231,6 +231,7 @@ class Engine:
                 params=params,
                 max_tokens=max_tokens,
                 entropy=secrets.randbits(64),
+                sampling_prompt=Prompt(stream.prompt_token_ids),
                 stream=stream,
             )
             if params.prompt_logprobs is not None:
@@ -331,7 +332,7 @@ class Engine:
         sampler = ChoiceSampler(
             request.params,
             index=index,
-            prompt_ids=request.prompt_ids,
+            prompt_ids=request.sampling_prompt,
             vocab_size=self.vocab_size,
             eos_token_ids=eos,
             entropy=request.entropy,

@@ -13,7 +13,7 @@ from radixkv.table import BlockTable
 
 if TYPE_CHECKING:
     from radixkv.service.engine.logprobs import PromptLogprobs
-    from radixkv.service.engine.sampling import ChoiceSampler
+    from radixkv.service.engine.sampling import ChoiceSampler, Prompt
     from radixkv.service.engine.stopping import ChoiceStream
     from radixkv.service.engine.stream import Stream
 
@@ -33,6 +33,8 @@ class Request:
     """Tokens a choice may generate: what was asked, cut to what context and pool allow."""
     entropy: int
     """What unseeded choices draw from."""
+    sampling_prompt: Prompt
+    """The prompt as the samplers of all choices see it, digested once."""
     stream: Stream
     prompt_logprobs: PromptLogprobs | None = None
     sequences: list[Sequence] = field(default_factory=list)
