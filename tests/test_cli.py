@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -21,6 +22,15 @@ import radixkv
 from radixkv.service.cli import app, curl_line
 from radixkv.service.config import setting_names
 from radixkv.service.logs import JsonLines, TextLines, configure_logs
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """The command line sends its process's log to stderr; here that process is the tests' own."""
+    logger = logging.getLogger("radixkv")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
 
 
 @pytest.fixture
@@ -153,13 +163,8 @@ def test_a_log_line_stays_one_line_whatever_a_caller_sends() -> None:
 
 def test_configuring_logs_twice_writes_each_line_once() -> None:
     out = StringIO()
-    logger = logging.getLogger("radixkv")
-    before = (logger.handlers[:], logger.level, logger.propagate)
-    try:
-        configure_logs("json", StringIO())
-        configure_logs("json", out)
-        logging.getLogger("radixkv.http").info("request", extra={"fields": {"status": 200}})
-    finally:
-        logger.handlers[:], logger.level, logger.propagate = before
+    configure_logs("json", StringIO())
+    configure_logs("json", out)
+    logging.getLogger("radixkv.http").info("request", extra={"fields": {"status": 200}})
     (line,) = out.getvalue().splitlines()
     assert json.loads(line)["status"] == 200
