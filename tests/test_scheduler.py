@@ -215,6 +215,18 @@ def test_a_request_as_large_as_the_pool_runs_even_from_a_partial_hit() -> None:
     assert ids_of(again) == [greedy(prompt(15, 1), 2)]
 
 
+def test_questions_under_one_prefix_get_their_own_answers() -> None:
+    """CORRECT-7: one after another in a pool for one, none is given its predecessor's suffix."""
+    rig = Rig(num_blocks=9, max_num_seqs=1)
+    shared = prompt(18, 1)
+    for question in range(5):
+        asked = shared + prompt(5, 50 + question)
+        stream = rig.submit(asked, 6)
+        rig.run()
+        assert ids_of(stream) == [greedy(asked, 6)]
+        assert stream.usage.cached_tokens == (0 if question == 0 else 18)
+
+
 def test_parallel_samples_share_the_prompt_and_copy_its_tail() -> None:
     """COW-1: four choices of a prompt of two and a half blocks equal four unshared ones."""
     rig = Rig()
