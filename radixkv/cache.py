@@ -18,7 +18,7 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
 from radixkv.tokens import encode
-from radixkv.tree import NOT_INSERTED, NOTHING, Inserted, Match, RadixTree
+from radixkv.tree import NO_PLACE, NOTHING, Match, Place, RadixTree
 
 _INT64 = np.dtype(np.int64)
 _NO_IDS: BlockIds = np.empty(0, np.int64)
@@ -36,6 +36,7 @@ class Lease:
         "_cache",
         "_counted",
         "_ids",
+        "_len",
         "_place",
         "cached_tokens",
         "identity",
@@ -47,12 +48,14 @@ class Lease:
         cache: PrefixCache,
         identity: CacheIdentity,
         ids: BlockIds,
-        place: Inserted,
+        num_blocks: int,
         cached_tokens: int,
+        place: Place,
         counted: tuple[int, int, bool],
     ) -> None:
         self._cache = cache
-        self._ids = ids
+        self._ids = ids  # with room to spare for a table; the first _len are held
+        self._len = num_blocks
         self._counted = counted  # tokens asked for, found in a partial block, was it a resumption
         self.identity = identity
         self._place = place  # of the whole blocks
@@ -63,7 +66,7 @@ class Lease:
     @property
     def blocks(self) -> npt.NDArray[np.int32]:
         """The blocks that hold the cached tokens, the last perhaps in part; a copy. [n] int32."""
-        return self._ids.astype(np.int32)
+        return self._ids[: self._len].astype(np.int32)
 
     def release(self) -> None:
         """Let the blocks go; they stay cached. Idempotent."""
@@ -71,9 +74,9 @@ class Lease:
             return
         self.released = True
         self._cache._live.discard(self)
-        if len(self._ids):
-            self._cache.tree.release(self._ids, self._place.num_blocks)
-        self._ids = _NO_IDS
+        if self._len:
+            self._cache.tree.release(self._ids[: self._len], self._place[1])
+        self._ids, self._len = _NO_IDS, 0
 
     def cancel(self) -> None:
         """Release it, and take back what its acquisition counted: it was looked at, never used."""
@@ -90,7 +93,7 @@ class Lease:
 
     def references(self) -> list[int]:
         """Return each block that this lease holds a reference to."""
-        return [*self._ids.tolist()]
+        return [*self._ids[: self._len].tolist()]
 
 
 class PrefixCache:
@@ -144,20 +147,25 @@ class PrefixCache:
         """
         if type(tokens) is not bytes:
             tokens = encode(tokens)
-        match, cached = self._match(identity, tokens, max_cached)
-        counted = (len(tokens) // 4, match.num_valid, resumed)
+        (runs, num_whole, source, num_valid, node), cached = self._match(
+            identity, tokens, max_cached
+        )
+        counted = (len(tokens) // 4, num_valid, resumed)
         self._count(1, *counted, cached)
         if not cached:
-            return Lease(self, identity, _NO_IDS, NOT_INSERTED, 0, counted)
-        runs = match.runs
-        if match.source is None:
-            packed = bytearray().join(runs)
+            return Lease(self, identity, _NO_IDS, 0, 0, NO_PLACE, counted)
+        # Room for the rest of the sequence behind what is there already, so a table need not copy.
+        spare = len(tokens) // self.tree.stride + 2 - num_whole
+        if source is None:
+            ids = np.frombuffer(bytearray().join([*runs, bytes(8 * spare)]), _INT64)
+            num_blocks = num_whole
         else:
-            packed = bytearray().join([*runs, match.source.to_bytes(8, sys.byteorder)])
-        ids = np.frombuffer(packed, _INT64)
-        self.tree.hold(ids)
-        place = Inserted(match.node, match.num_whole, False, True)
-        return Lease(self, identity, ids, place, cached, counted)
+            last = source.to_bytes(8, sys.byteorder)
+            ids = np.frombuffer(bytearray().join([*runs, last, bytes(8 * spare)]), _INT64)
+            num_blocks = num_whole + 1
+        self.tree.hold(ids[:num_blocks])
+        place = (node, num_whole, False, True)
+        return Lease(self, identity, ids, num_blocks, cached, place, counted)
 
     def lookup(
         self, identity: CacheIdentity, tokens: bytes, *, max_cached: int | None = None
@@ -173,8 +181,9 @@ class PrefixCache:
             raise ValueError("this lease was released or opened before")
         lease.released = True
         self._live.discard(lease)
-        ids, lease._ids = lease._ids, _NO_IDS
-        return BlockTable(self, lease.identity, ids, lease.cached_tokens, lease._place)
+        ids, num_blocks = lease._ids, lease._len
+        lease._ids, lease._len = _NO_IDS, 0
+        return BlockTable(self, lease.identity, ids, num_blocks, lease.cached_tokens, lease._place)
 
     def _count(self, sign: int, num_tokens: int, partial: int, resumed: bool, hit: int) -> None:
         if resumed:
@@ -195,7 +204,7 @@ class PrefixCache:
         match = self.tree.match(identity, tokens, limit)
         if match is NOTHING:
             self.tree.expect(identity)
-        return match, match.num_whole * self.block_size + match.num_valid
+        return match, match[1] * self.block_size + match[3]
 
     # -- the whole ---------------------------------------------------------------------------------
 

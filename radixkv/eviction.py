@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ class Leaf(Protocol):
 N = TypeVar("N", bound=Leaf)
 
 
-class LruLeaves:
+class LruLeaves(Generic[N]):
     """Leaves in the order of the last use of their *last* block; least recent first.
 
     Use is kept per block, so touching a prefix refreshes what matched and no more: the rest of its
@@ -51,16 +51,16 @@ class LruLeaves:
         self.clock = 1
         self.num_queued = 0
         self._heap: list[int] = []
-        self._slots: list[Leaf | None] = []
+        self._slots: list[N | None] = []
         self._open: list[int] = []  # indices of _slots that hold None
-        self._parked: dict[int, Leaf] = {}
+        self._parked: dict[int, N] = {}
 
     def touch(self, ids: BlockIds) -> None:
         """Note that ``ids`` were in use until now."""
         self.clock += 1
         self.used[ids] = self.clock
 
-    def add(self, leaf: Leaf) -> None:
+    def add(self, leaf: N) -> None:
         """Take a new leaf in, or one whose last block has changed (``discard`` it before)."""
         last = leaf.blocks[-1]
         if self._counts[last] > 1:
@@ -69,7 +69,7 @@ class LruLeaves:
         else:
             self._queue(leaf, last)
 
-    def discard(self, leaf: Leaf) -> None:
+    def discard(self, leaf: N) -> None:
         """Forget a node that is about to be removed, lengthened, or given children."""
         if leaf.entry:
             slot = leaf.entry & _SLOT_MASK
@@ -86,8 +86,8 @@ class LruLeaves:
         if leaf is not None:
             self._queue(leaf, block)
 
-    def oldest(self) -> Leaf | None:
-        """Return the leaf whose last block is the next to go, or None if every one is held."""
+    def oldest(self) -> N:
+        """Return the leaf whose last block is the next to go; there is one that nobody holds."""
         heap, slots, counts, used = self._heap, self._slots, self._counts, self.used
         while heap:
             entry = heap[0]
@@ -106,9 +106,16 @@ class LruLeaves:
                 return leaf
             leaf.entry = time << _SLOT_BITS | entry & _SLOT_MASK
             heapq.heapreplace(heap, leaf.entry)
-        return None
+        raise AssertionError("every leaf is held, and yet something was to be evicted")
 
-    def parked_at(self, block: int) -> Leaf | None:
+    def park_all(self) -> None:
+        """Park the leaves that still queue though they are held; call when every one is held."""
+        for leaf in self._slots:
+            if leaf is not None:
+                self.discard(leaf)
+                self.add(leaf)
+
+    def parked_at(self, block: int) -> N | None:
         """Return the leaf that ends in ``block`` and is held, if it has come up already."""
         return self._parked.get(block)
 
@@ -140,7 +147,7 @@ class LruLeaves:
             wrong.append(f"{len(self._parked)} leaves are parked by count, {parked} by walk")
         return wrong
 
-    def _queue(self, leaf: Leaf, last: int) -> None:
+    def _queue(self, leaf: N, last: int) -> None:
         if self._open:
             slot = self._open.pop()
             self._slots[slot] = leaf

@@ -15,7 +15,7 @@ from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import OutOfBlocks
 from radixkv.identity.identity import CacheIdentity
 from radixkv.tokens import encode
-from radixkv.tree import Inserted
+from radixkv.tree import Place
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
@@ -50,18 +50,19 @@ class BlockTable:
         cache: PrefixCache,
         identity: CacheIdentity,
         ids: BlockIds,
+        num_blocks: int,
         num_tokens: int,
-        place: Inserted,
+        place: Place,
     ) -> None:
         self._cache = cache
-        self._ids = ids  # with room to spare; the first _len are ours
-        self._len = len(ids)
+        self._ids = ids  # perhaps with room to spare; the first _len are ours
+        self._len = num_blocks
         self._held: list[int] = []  # sources of copies that the device has yet to make
         self._place = place  # of the published part
         self.identity = identity
         self.num_tokens = num_tokens
         self.cached_tokens = num_tokens
-        self.num_published = place.num_blocks
+        self.num_published = place[1]
         self.released = False
         cache._live.add(self)
 
@@ -97,8 +98,10 @@ class BlockTable:
             raise ValueError(f"reserve({n}); wanted 0 or more")
         tree, num_tokens = self._cache.tree, self.num_tokens
         size = tree.block_size
-        new = max(-(-(num_tokens + n) // size) - self._len, 0)
-        at, num_valid = divmod(num_tokens, size)
+        new = -(-(num_tokens + n) // size) - self._len
+        if new < 0:
+            new = 0
+        at, num_valid = num_tokens // size, num_tokens % size
         copies = num_valid > 0 and n > 0 and self._is_shared(at)
         if new + copies > tree.pool.free + tree.evictable:
             if not (copies and new == self._cache.available and self._can_take_over(at)):
@@ -162,7 +165,7 @@ class BlockTable:
             self._place = cache.tree.insert(
                 self.identity, tokens, self._ids[:num_whole], self.num_published, self._place
             )
-            self.num_published = self._place.num_blocks
+            self.num_published = self._place[1]
         if tail and rest and self.num_published == num_whole:
             end = 4 * self.num_tokens
             key = tokens if len(tokens) == end else tokens[:end]
@@ -174,8 +177,9 @@ class BlockTable:
         ids = self._ids[: -(-self.num_tokens // self._cache.block_size)].copy()
         if len(ids):
             self._cache.pool.share(ids)
-        self._place = self._place._replace(alone=False)
-        twin = BlockTable(self._cache, self.identity, ids, self.num_tokens, self._place)
+        node, num_published, moved, _ = self._place
+        self._place = (node, num_published, moved, False)
+        twin = BlockTable(self._cache, self.identity, ids, len(ids), self.num_tokens, self._place)
         twin.cached_tokens = self.cached_tokens
         return twin
 
@@ -192,7 +196,8 @@ class BlockTable:
         published = self.num_published
         if published > num_tokens // size:
             self.num_published = num_tokens // size
-            self._place = self._place._replace(node=None, num_blocks=self.num_published)
+            _, _, moved, alone = self._place
+            self._place = (None, self.num_published, moved, alone)
         if gone.size:
             self._cache.tree.release(gone, max(published - keep, 0))
 

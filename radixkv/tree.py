@@ -6,7 +6,7 @@ Knows token bytes, block ids and references; nothing of sequences, requests or t
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple, cast
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -55,31 +55,30 @@ class Root(Node):
         self.identity = identity
 
 
-class Match(NamedTuple):
-    """What is resident of a query: whole blocks, then perhaps the beginning of one more."""
+# Results on the path of every request are plain tuples: a class would cost more than the match.
 
-    runs: list[array[int]]  # the ids of the whole blocks, edge by edge
-    num_whole: int  # blocks in runs
-    source: int | None  # the block that begins as the query goes on
-    num_valid: int  # tokens of it that agree; 0 if source is None
-    node: Node | None = None  # the node that ends with the last whole block, if one does
+Match: TypeAlias = "tuple[list[array[int]], int, int | None, int, Node | None]"
+"""What is resident of a query: runs, num_whole, source, num_valid, node.
 
+runs       the ids of its whole blocks, edge by edge; num_whole of them in all
+source     the block that begins as the query then goes on, or None
+num_valid  tokens of it that agree; 0 if source is None
+node       the node that ends with the last whole block, or None if none does
+"""
+
+Place: TypeAlias = "tuple[Node | None, int, bool, bool]"
+"""Where a table's blocks lie in the tree, from one insert to the next.
+
+node        the node that ends with the last of them, if one does: saves the next insert a walk
+num_blocks  how many are in
+moved       whether any was replaced by a resident one, so that forks may hold others
+alone       whether the table never had a fork, so that nobody else holds its own blocks
+"""
+
+NOTHING: Match = ([], 0, None, 0, None)
+NO_PLACE: Place = (None, 0, False, True)
 
 _FEW = 4  # blocks up to which numpy costs more than it saves
-
-NOTHING = Match([], 0, None, 0)
-
-
-class Inserted(NamedTuple):
-    """Where a table's blocks lie in the tree, from one insert to the next."""
-
-    node: Node | None  # the node that ends with the last of them, if one does: saves a walk
-    num_blocks: int  # how many are in
-    moved: bool  # whether any was replaced by a resident one, so that forks may hold others
-    alone: bool  # whether the table never had a fork, so that nobody else holds its own blocks
-
-
-NOT_INSERTED = Inserted(None, 0, False, True)
 
 
 class RadixTree:
@@ -94,7 +93,7 @@ class RadixTree:
         self.block_size = block_size
         self.stride = block_size * TOKEN_BYTES  # bytes of a whole block's tokens
         self.roots: dict[CacheIdentity, Root] = {}
-        self.leaves = LruLeaves(pool)
+        self.leaves: LruLeaves[Node] = LruLeaves(pool)
         self.cached: npt.NDArray[np.bool_] = np.zeros(pool.capacity, np.bool_)
         self.num_blocks = 0
         self.num_nodes = 0
@@ -132,13 +131,13 @@ class RadixTree:
                     runs.append(child.blocks[:num_blocks])
                     at += num_blocks * stride
                     if rest < TOKEN_BYTES:
-                        return Match(runs, at // stride, None, 0)
+                        return runs, at // stride, None, 0, None
                     source = child.blocks[num_blocks]
-                    return Match(runs, at // stride, source, rest // TOKEN_BYTES)
+                    return runs, at // stride, source, rest // TOKEN_BYTES, None
             if at < limit and node.order is not None:
                 return self._overlap(node, tokens[at : min(at + stride, limit)], runs, at // stride)
             break
-        return Match(runs, at // stride, None, 0, node if runs else None)
+        return runs, at // stride, None, 0, node if runs else None
 
     def _overlap(self, node: Node, query: bytes, runs: list[array[int]], num_whole: int) -> Match:
         """Find the child whose beginning shares most with ``query``: one of its neighbours."""
@@ -151,9 +150,9 @@ class RadixTree:
                 if shared > most:
                     best, most = key, shared
         if best is None:
-            return Match(runs, num_whole, None, 0, node)
+            return runs, num_whole, None, 0, node
         source = node.children[best].blocks[0]
-        return Match(runs, num_whole, source, most // TOKEN_BYTES, node)
+        return runs, num_whole, source, most // TOKEN_BYTES, node
 
     # -- holding -----------------------------------------------------------------------------------
 
@@ -161,10 +160,8 @@ class RadixTree:
         """Add a reference to each of ``ids``, the beginning of a path in the tree."""
         counts = self.pool.counts
         held = counts[ids]
-        # Counts do not rise along a path, so its two ends often say it all.
-        if held.item(-1) == 1:
-            everything = held.item(0) == 1
-            self.evictable -= len(ids) if everything else int(np.count_nonzero(held == 1))
+        if held.item(-1) == 1:  # counts do not rise along a path: the ones are at its end
+            self.evictable -= len(ids) - int(held.argmin())
         counts[ids] = held + 1
 
     def release(self, ids: BlockIds, num_cached: int) -> None:
@@ -181,8 +178,7 @@ class RadixTree:
             counts[path] = held - 1
             self.leaves.used[path] = self.leaves.clock
             if held.item(-1) == 2:
-                everything = held.item(0) == 2
-                self.evictable += num_cached if everything else int(np.count_nonzero(held == 2))
+                self.evictable += num_cached - int(held.argmin())
                 self.leaves.wake(path.item(-1))  # only the last of a path can end a leaf
         rest = ids[num_cached:]
         if len(rest) > _FEW:
@@ -221,8 +217,8 @@ class RadixTree:
     # -- growing -----------------------------------------------------------------------------------
 
     def insert(
-        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, start: int, before: Inserted
-    ) -> Inserted:
+        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, start: int, before: Place
+    ) -> Place:
         """Put in the whole blocks ``ids[start:]``; those before are in, and the caller holds all.
 
         Where a block of equal tokens is resident, ``ids`` is pointed at it in place and the
@@ -266,13 +262,13 @@ class RadixTree:
             if shared == size:
                 node = child
             elif at == end:
-                return Inserted(None, at // stride, moved, alone)
+                return None, at // stride, moved, alone
             else:
                 node = self._split(child, shared // stride)
-        return Inserted(node, at // stride, moved, alone)
+        return node, at // stride, moved, alone
 
     def insert_tail(
-        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, before: Inserted
+        self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, before: Place
     ) -> None:
         """Put in the partial block ``ids[-1]``; ``tokens`` end with its tokens, the rest is in.
 
@@ -281,9 +277,10 @@ class RadixTree:
         """
         num_whole = len(ids) - 1
         tail = tokens[num_whole * self.stride :]
-        if before.moved and not self._num_own(ids[-1:]):
+        hint, _, moved, alone = before
+        if moved and not self._num_own(ids[-1:]):
             return
-        node, offset = self._find(identity, tokens, ids[:num_whole], before.node)
+        node, offset = self._find(identity, tokens, ids[:num_whole], hint)
         if offset < len(node.blocks):
             if node.key.startswith(tail, offset * self.stride):
                 return
@@ -292,7 +289,7 @@ class RadixTree:
             after = node.order.around(tail)[1]
             if after is not None and after.startswith(tail):
                 return
-        self._attach(node, tail, ids[-1:], before.alone)
+        self._attach(node, tail, ids[-1:], alone)
 
     def _num_own(self, ids: BlockIds) -> int:
         """Return how many of ``ids`` come before the first that has other holders."""
@@ -420,7 +417,7 @@ class RadixTree:
         """Return one block as ``take`` would."""
         if self.pool.free:
             return self.pool.take_one()
-        node = cast(Node, self.leaves.oldest())
+        node = self.leaves.oldest()
         block = node.blocks[-1]
         self.cached[block] = False
         self._cut(node, 1)
@@ -439,13 +436,20 @@ class RadixTree:
         Cuts leaves block by block from their ends, least recently used first: O(1) per block,
         O(log leaves) per leaf.
         """
-        first = filled
-        while filled < len(out):
-            node = cast(Node, self.leaves.oldest())
+        first, n = filled, len(out)
+        oldest, counts, used = self.leaves.oldest, self.pool.counts, self.leaves.used
+        while filled < n:
+            node = oldest()
             blocks = node.blocks
-            size = min(len(out) - filled, len(blocks))
+            size = len(blocks)
+            if size > n - filled:
+                size = n - filled
             if size > 1:
-                size = self._num_equal(blocks, size)
+                # Neither counts nor times rise along a path, so it is enough to look at the other
+                # end to know that all may go with the last one.
+                end = blocks[-size]
+                if counts.item(end) > 1 or used.item(end) != used.item(blocks[-1]):
+                    size = self._num_equal(blocks, size)
             ids = out[filled : filled + size]
             ids[:] = blocks[-size:]
             self.cached[ids] = False
@@ -460,27 +464,20 @@ class RadixTree:
         self.version += 1
 
     def _num_equal(self, blocks: array[int], most: int) -> int:
-        """Return how many of the last ``most`` blocks may go with the last one: used as long ago.
-
-        Neither counts nor times rise along a path, so it is enough to look at the other end.
-        """
+        """Return how many of the last ``most`` blocks may go and are as old as the last one."""
         counts, used = self.pool.counts, self.leaves.used
-        time = used.item(blocks[-1])
-        if counts.item(blocks[-most]) == 1 and used.item(blocks[-most]) == time:
-            return most
         ids = np.array(blocks[-most:], np.int64)
-        return int(np.count_nonzero((counts[ids] == 1) & (used[ids] == time)))
+        return int(np.count_nonzero((counts[ids] == 1) & (used[ids] == used[ids[-1]])))
 
     def disown(self, block: int) -> bool:
         """Give up ``block``, which one other holds, to its holder; False if paths go on from it.
 
         For when nothing is evictable: then every leaf is held, and so is every parked one known.
         """
-        self.leaves.oldest()  # parks what is held and has not come up yet
-        leaf = self.leaves.parked_at(block)
-        if leaf is None:
+        self.leaves.park_all()  # those that are held and have not come up yet
+        node = self.leaves.parked_at(block)
+        if node is None:
             return False
-        node = cast(Node, leaf)
         self.leaves.discard(node)
         self._forget(block)
         self._cut(node, 1)
