@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _LAST_WORDS_S = 5.0
 """Time for aborted requests to tell their clients so."""
 
+_ONE_SIGNAL_S = 0.5
+"""Signals this close are one: `timeout` and some shells send to the process and to its group."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Take the address before the model is loaded; raises InvalidConfig if it cannot be had."""
@@ -161,11 +164,13 @@ async def _in_daemon_thread(load: Callable[[], Engine]) -> Engine:
 
 def _on_signals(stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
+    heard_s: list[float] = []
 
     def heard() -> None:
-        if stop.is_set():
-            os._exit(130)  # asked twice: no handler, no thread may hold it up any more
         stop.set()
+        heard_s.append(loop.time())
+        if heard_s[-1] - heard_s[0] > _ONE_SIGNAL_S:
+            os._exit(130)  # asked again: no handler, no thread may hold it up any more
 
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
