@@ -274,9 +274,10 @@ def test_a_dead_engine_says_so_to_everyone(llama: LoadedModel, monkeypatch: Any)
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(engine._core.runner, "forward", broken)
-        with pytest.raises(EngineDead, match="the device is gone"):
+        with pytest.raises(EngineDead, match="has failed") as caught:
             for _ in deltas:
                 pass
+        assert "the device is gone" in str(caught.value.__cause__)
         engine._core._thread.join(5)
         assert not engine.alive
         assert isinstance(engine.failure, RuntimeError)

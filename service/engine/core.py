@@ -138,9 +138,12 @@ class EngineCore:
             raise self._death()
 
     def _death(self) -> EngineDead:
-        if self.failure is not None:
-            return EngineDead(f"the engine has failed: {self.failure!r}")
-        return EngineDead("the engine is closed")
+        if self.failure is None:
+            return EngineDead("the engine is closed")
+        # What failed is for the log and for callers in this process, not for clients over HTTP.
+        error = EngineDead("the engine has failed and must be started again")
+        error.__cause__ = self.failure
+        return error
 
     # ---- the engine thread ----------------------------------------------------------------------
 
