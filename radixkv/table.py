@@ -111,26 +111,29 @@ class BlockTable:
             tree.evict(tree.evictable)
             tree.disown(self._ids.item(at))
             copies = False
-        copy = [self._copy_on_write(at, num_valid)] if copies else []
-        if new:
-            end = self._len + new
-            if end > len(self._ids):
-                self._grow(end)
-            if new == 1:
-                self._ids[self._len] = tree.take_one()
-            else:
-                tree.take(self._ids[self._len : end])
-            self._len = end
-        return copy
+        source = self._ids.item(at) if copies else None
+        # The copy's target is taken in one go with what follows it, where it is the last block.
+        first = at if copies and at == self._len - 1 else self._len
+        end = self._len + new
+        if end > len(self._ids):
+            self._grow(end)
+        if end - first == 1:
+            self._ids[first] = tree.take_one()
+        elif end > first:
+            tree.take(self._ids[first:end])
+        self._len = end
+        if source is None:
+            return []
+        if first > at:
+            self._ids[at] = tree.take_one()
+        return [self._copy(source, self._ids.item(at), num_valid)]
 
-    def _copy_on_write(self, at: int, num_valid: int) -> BlockCopy:
-        """Put a block of our own in the place of one that others hold too."""
+    def _copy(self, source: int, target: int, num_valid: int) -> BlockCopy:
+        """Note a copy that the device is to make: until then ``source`` stays held."""
         cache = self._cache
-        source, target = self._ids.item(at), cache.tree.take_one()
-        self._ids[at] = target
         self._held.append(source)
         holds, most = cache._copying.get(source, (0, 0))
-        cache._copying[source] = (holds + 1, max(most, num_valid))
+        cache._copying[source] = (holds + 1, most if most > num_valid else num_valid)
         cache._cow_copies += 1
         return BlockCopy(source, target, num_valid)
 
