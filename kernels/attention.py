@@ -1,6 +1,6 @@
 """The one call for attention over the pool; knows which backend to ask, and no arithmetic."""
 
-import importlib
+import functools
 import importlib.util
 from typing import Literal, get_args
 
@@ -16,10 +16,15 @@ Backend = Literal["auto", "reference", "torch", "native", "triton"]
 
 
 def choose_backend(device: torch.device) -> Backend:
-    """Name the backend that "auto" means on a device."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    """Name the backend that "auto" means on a device; the first call may compile for seconds."""
+    return _choose(device.type)
+
+
+@functools.cache
+def _choose(device_type: str) -> Backend:
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
         return "triton"
-    if device.type == "cpu" and unavailable_reason() is None:
+    if device_type == "cpu" and unavailable_reason() is None:
         return "native"
     return "torch"
 
@@ -74,21 +79,29 @@ def paged_attention(
 def _check(
     q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, plan: AttentionPlan
 ) -> None:
+    """Say which argument is wrong; in every layer of every step, so cheap when none is."""
+    pool_shape = k_pool.shape
+    if (
+        q.dim() == 3
+        and len(pool_shape) == 4
+        and v_pool.shape == pool_shape
+        and k_pool.is_contiguous()
+        and v_pool.is_contiguous()
+        and q.shape[0] == plan.num_tokens
+        and pool_shape[1] == plan.block_size
+        and q.shape[2] == pool_shape[3]
+        and q.shape[1] % pool_shape[2] == 0
+    ):
+        return
     expect(q.dim() == 3, "q", "[T, num_q_heads, head_dim]", q)
     expect(len(q) == plan.num_tokens, "q", f"of the plan's {plan.num_tokens} rows", q)
     expect(k_pool.dim() == 4 and k_pool.is_contiguous(), "k_pool_layer", "contiguous, 4-d", k_pool)
-    expect(
-        v_pool.shape == k_pool.shape and v_pool.is_contiguous(),
-        "v_pool_layer",
-        f"contiguous, of shape {tuple(k_pool.shape)}",
-        v_pool,
-    )
-    _, block_size, num_kv_heads, head_dim = k_pool.shape
-    expect(
-        block_size == plan.block_size, "k_pool_layer", f"of block size {plan.block_size}", k_pool
-    )
-    expect(q.shape[2] == head_dim, "q", f"of head_dim {head_dim}", q)
-    expect(q.shape[1] % num_kv_heads == 0, "q", f"of a multiple of {num_kv_heads} heads", q)
+    like = v_pool.shape == pool_shape and v_pool.is_contiguous()
+    expect(like, "v_pool_layer", f"contiguous, of shape {tuple(pool_shape)}", v_pool)
+    size = plan.block_size
+    expect(pool_shape[1] == size, "k_pool_layer", f"of block size {size}", k_pool)
+    expect(q.shape[2] == pool_shape[3], "q", f"of head_dim {pool_shape[3]}", q)
+    expect(q.shape[1] % pool_shape[2] == 0, "q", f"of a multiple of {pool_shape[2]} heads", q)
 
 
 def _need_triton() -> None:

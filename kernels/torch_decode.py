@@ -57,7 +57,7 @@ def decode_torch(
 
 
 def _buckets(plan: AttentionPlan, window: int | None) -> list[_Bucket]:
-    lengths = plan.host_kv_lens[plan.decode_seqs]
+    lengths = plan.host_kv_lens[plan.decode_seqs].astype(np.int64)
     if window is not None:
         lengths = np.minimum(lengths, window)
     buckets: list[_Bucket] = []

@@ -133,5 +133,7 @@ def _take(slots: torch.Tensor, wanted: slice | torch.Tensor) -> torch.Tensor:
 
 def _has_bfloat16_units() -> bool:
     """Whether bfloat16 products are the processor's own; without, they are slower than float32."""
-    units = getattr(torch.cpu, "get_capabilities", dict)()
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return False
+    units = torch.cpu.get_capabilities()
     return any(units.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -1,11 +1,12 @@
 """Draws steps for the kernel tests: ragged batches over a permuted pool in which whatever must not
 be read is NaN."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -112,6 +113,17 @@ def random_pool(
     pool = KVPool.allocate(2, num_blocks, block_size, 3, 8, dtype)
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(0)))
     return pool
+
+
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Poison what ``torch.empty`` returns: a row that a kernel forgets to write is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @st.composite

@@ -5,8 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from radixkv.kernels.attention import choose_backend, paged_attention
-from tests.kernel_cases import Case, cases, make_case
+from tests.kernel_cases import Case, cases, fresh_memory_is_nan, make_case
 
+__all__ = ["fresh_memory_is_nan"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -76,3 +77,7 @@ def test_arguments_that_do_not_fit_the_plan_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             paged_attention(bad, *pools, case.plan, scale=1.0, backend="torch")
+
+
+def test_every_row_of_the_output_is_written(fresh_memory_is_nan: None) -> None:
+    make_case([3, 1, 40, 0, 1], [3, 80, 64, 5, 1], num_q_heads=14).check("torch")

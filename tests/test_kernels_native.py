@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 
 from radixkv.kernels import native
 from radixkv.kernels.attention import choose_backend
-from tests.kernel_cases import Case, cases, make_case
+from tests.kernel_cases import Case, cases, fresh_memory_is_nan, make_case
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in native.COMPILERS), reason="no C compiler here"
 )
+__all__ = ["fresh_memory_is_nan"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -102,3 +103,8 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(tmp_path: Pat
     with pytest.raises(native.NativeUnavailable, match="this compiler is broken"):
         native.build(folder, compilers=(str(broken),))
     assert not os.listdir(folder)
+
+
+@needs_compiler
+def test_every_row_of_the_output_is_written(fresh_memory_is_nan: None) -> None:
+    make_case([3, 1, 40, 0, 1], [3, 80, 64, 5, 1], num_q_heads=14).check("native")
