@@ -87,7 +87,8 @@ class Bench:
     def own(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         """The logits that the model's own attention gives for a prompt."""
         with torch.inference_mode(), own_attention(self.loaded.model, "eager") as model:
-            logits: torch.Tensor = model(torch.from_numpy(ids)[None], use_cache=False).logits
+            prompt = torch.from_numpy(ids)[None].to(self.loaded.device)
+            logits: torch.Tensor = model(prompt, use_cache=False).logits
         return logits[0].float()
 
     def assert_close(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -272,3 +273,22 @@ def test_greedy_answers_of_smollm2_equal_transformers_generate(
     work = [(s, len(s.ids) - 1) for s in seqs]
     for s, start, logits in zip(seqs, starts, bench.step(*work), strict=True):
         assert logits.argmax(-1)[start - 1 :].tolist() == s.ids[start:].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gpu_gives_the_models_own_logits(arch: str, dtype: torch.dtype) -> None:
+    """Chunks, a shared prefix and decodes in one ragged step, after the probe at loading."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model, tokenizer = build(arch, dtype=dtype)
+    bench = Bench(LoadedModel.from_model(model.to("cuda"), tokenizer, name=arch))
+    first = bench.sequence(bench.ids(160))
+    bench.assert_close(bench.chunks(first, 50), bench.own(first.ids))
+    hit = bench.sequence(np.concatenate([first.ids, bench.ids(30)]), prefix=first, of=160)
+    fresh, decoding = bench.sequence(bench.ids(300)), bench.sequence(bench.ids(41))
+    bench.step((decoding, 40))
+    work = [(decoding, 1), (fresh, 300), (hit, 30)]
+    for (s, n), logits in zip(work, bench.step(*work), strict=True):
+        bench.assert_close(logits, bench.own(s.ids)[-n:])
