@@ -126,8 +126,10 @@ def test_a_state_carried_between_tokens_is_caught_by_the_probe() -> None:
     mlp = model.model.layers[1].mlp
     plain = mlp.forward
     mlp.forward = lambda x: plain(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+    before = model(torch.arange(9)[None]).logits
     with pytest.raises(UnsupportedModel, match="cannot be served exactly"):
         _load(model)
+    assert torch.equal(model(torch.arange(9)[None]).logits, before)  # refused, and left as it was
 
 
 def test_a_rope_that_turns_with_the_length_serves_only_the_length_before_it() -> None:

@@ -80,6 +80,17 @@ def test_the_converted_model_computes_what_the_original_does(source: Path, tmp_p
         torch.testing.assert_close(loaded.model(ids).logits, wanted, rtol=1e-3, atol=1e-3)
 
 
+def test_neighbours_of_the_file_take_no_part(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(source.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "a neighbour"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    directory = convert_gguf(path, tmp_path)
+    loaded = load_model(directory, name="tiny", dtype="float32")
+    assert "im_start" in loaded.tokenizer.chat_template and loaded.eos_token_ids == {0, 2}
+    assert not [p for p in directory.iterdir() if p.is_dir() or p.is_symlink()]
+
+
 def test_end_tokens_digits_and_template_come_along(source: Path, tmp_path: Path) -> None:
     loaded = load_model(convert_gguf(source, tmp_path), name="tiny", dtype="float32")
     assert loaded.eos_token_ids == {0, 2}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv.service.engine.attention import own_attention
+from radixkv.service.engine.attention import attention_of
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.runner import ModelRunner
@@ -86,7 +86,7 @@ class Bench:
 
     def own(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         """The logits that the model's own attention gives for a prompt."""
-        with torch.inference_mode(), own_attention(self.loaded.model, "eager") as model:
+        with torch.inference_mode(), attention_of(self.loaded.model, "eager") as model:
             prompt = torch.from_numpy(ids)[None].to(self.loaded.device)
             logits: torch.Tensor = model(prompt, use_cache=False).logits
         return logits[0].float()

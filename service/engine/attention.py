@@ -8,7 +8,7 @@ forward. The name has no mask function, and transformers then makes no mask at a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,14 +86,20 @@ def use_paged_attention(model: Any) -> None:
 
 
 @contextmanager
-def own_attention(model: Any, implementation: str = "sdpa") -> Iterator[Any]:
-    """Give a model its own attention back within the block, for transformers' ``generate``.
-
-    Nothing else may run the model meanwhile.
-    """
+def attention_of(model: Any, implementation: str) -> Iterator[Any]:
+    """Let a model attend by one of transformers' names within the block, and as before after it."""
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
         yield model
     finally:
         model.set_attn_implementation(before)
+
+
+def own_attention(model: Any, implementation: str | None = None) -> AbstractContextManager[Any]:
+    """Give a served model its own attention back within the block, for transformers' ``generate``.
+
+    ``implementation`` is ``sdpa`` where the model has it, else ``eager``. Nothing else may run the
+    model meanwhile.
+    """
+    return attention_of(model, implementation or ("sdpa" if model._supports_sdpa else "eager"))

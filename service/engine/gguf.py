@@ -87,12 +87,16 @@ def _convert(
     import torch  # seconds of silence belong after the line above
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    # Alone in a folder, so that no neighbour's config or tokenizer takes part.
+    alone = work / "source"
+    alone.mkdir()
+    (alone / source.name).symlink_to(source.resolve())
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     try:
         say("  1/3 reading the weights")
         loader: Any = AutoModelForCausalLM
         model, info = loader.from_pretrained(
-            source.parent,
+            alone,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
@@ -103,13 +107,14 @@ def _convert(
                 f"the weights {', '.join(sorted(info['missing_keys'])[:3])} are missing"
             )
         say("  2/3 reading the tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(alone, **where)
     except Exception as e:  # a file of foreign contents fails anywhere, with anything
         kind = metadata.get("general.architecture", "unknown")
         raise UnsupportedModel(
             f"{source} holds a model of architecture {kind!r}, which transformers cannot read "
             f"from GGUF: {e}"
         ) from e
+    shutil.rmtree(alone)
     _mend_tokenizer(tokenizer, metadata)
     _name_end_tokens(model, tokenizer)
     say("  3/3 writing safetensors")

@@ -14,7 +14,11 @@ import torch
 from radixkv.config import DTYPES
 from radixkv.errors import InvalidConfig, NotFound, UnsupportedModel
 from radixkv.identity.identity import CacheIdentity, Namespace
-from radixkv.service.engine.attention import use_paged_attention
+from radixkv.service.engine.attention import (
+    IMPLEMENTATION,
+    attention_of,
+    use_paged_attention,
+)
 from radixkv.service.engine.fingerprints import Fingerprints
 from radixkv.service.engine.probe import refuse_if_inexact
 from radixkv.service.engine.resolving import resolve_model
@@ -64,7 +68,11 @@ class LoadedModel:
         that cannot be served exactly.
         """
         facts = inspect_model(model.eval())
-        use_paged_attention(model)
+        if len(tokenizer) > facts.vocab_size:
+            raise UnsupportedModel(
+                f"the tokenizer of {name} has {len(tokenizer)} tokens and the model knows "
+                f"{facts.vocab_size}: they do not belong together"
+            )
         loaded = cls(
             model=model,
             tokenizer=tokenizer,
@@ -82,12 +90,9 @@ class LoadedModel:
             windows=facts.windows,
             fingerprints=Fingerprints.of(model, tokenizer, facts.kv_dtype, facts.windows),
         )
-        if len(tokenizer) > loaded.vocab_size:
-            raise UnsupportedModel(
-                f"the tokenizer of {name} has {len(tokenizer)} tokens and the model knows "
-                f"{loaded.vocab_size}: they do not belong together"
-            )
-        refuse_if_inexact(loaded)
+        with attention_of(model, IMPLEMENTATION):  # a model that is refused stays as it was
+            refuse_if_inexact(loaded)
+        use_paged_attention(model)
         return loaded
 
     def identity(self, namespace: Namespace, block_size: int) -> CacheIdentity:

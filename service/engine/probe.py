@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from radixkv.errors import UnsupportedModel
-from radixkv.service.engine.attention import own_attention
+from radixkv.service.engine.attention import attention_of
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.runner import ModelRunner
 
@@ -57,7 +57,7 @@ def _own_logits(
     loaded: LoadedModel, prompt: np.ndarray[tuple[int], np.dtype[np.int64]]
 ) -> torch.Tensor:
     ids = torch.from_numpy(prompt).to(loaded.device).unsqueeze(0)
-    with own_attention(loaded.model, "eager"):
+    with attention_of(loaded.model, "eager"):
         logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=True).logits
     return logits[0].float()
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from radixkv.errors import UnsupportedModel
-from radixkv.service.engine.attention import own_attention
+from radixkv.service.engine.attention import attention_of
 
 _TRACE = "radixkv-trace"
 _TRACE_TOKENS = 2
@@ -138,7 +138,8 @@ def _max_model_len(config: Any) -> int:
     for rope in _rope_parameters(config):
         if rope.get("rope_type") in _CHANGING_ROPE:
             # Past this length these kinds of rope turn earlier keys too, and cached ones are wrong.
-            limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
+            key = "original_max_position_embeddings"
+            limit = min(limit, int(rope.get(key) or getattr(config, key, None) or limit))
     return limit
 
 
@@ -151,7 +152,7 @@ def _trace(model: Any) -> tuple[_Trace, int]:
     trace = _Trace()
     name = type(model).__name__
     device = next(model.parameters()).device
-    with torch.inference_mode(), own_attention(model, _TRACE):
+    with torch.inference_mode(), attention_of(model, _TRACE):
         try:
             output = model(
                 input_ids=torch.arange(_TRACE_TOKENS, device=device).unsqueeze(0),
