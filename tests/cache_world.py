@@ -50,6 +50,7 @@ class World:
         self.last_use: dict[int, int] = {}  # block -> when it was last let go
         self.now = 0
         self.evicted = 0
+        self.queries = self.queried = self.hits = 0
 
     def pick(self, choice: int, reserved: bool | None = None) -> Sequence | None:
         """One of the sequences, or of those (not) waiting for the device."""
@@ -132,6 +133,8 @@ class World:
         assert lease.cached_tokens == expected, "not the longest common prefix"
         after = (self.cache.version, self.cache.stats().nodes)
         assert after == (version, nodes), "a match has changed the tree"
+        self.queries, self.queried = self.queries + 1, self.queried + len(tokens)
+        self.hits += expected
         self.leases.append((lease, who, list(tokens)))
 
     def open(self, choice: int) -> Sequence:
@@ -142,11 +145,15 @@ class World:
         self.sequences.append(Sequence(who, table, tokens))
         return self.sequences[-1]
 
-    def give_up(self, choice: int) -> None:
-        lease, _, _ = self.leases.pop(choice % len(self.leases))
+    def give_up(self, choice: int, cancel: bool = False) -> None:
+        lease, _, tokens = self.leases.pop(choice % len(self.leases))
         self.let_go(lease.references())
+        if cancel:
+            self.queries, self.queried = self.queries - 1, self.queried - len(tokens)
+            self.hits -= lease.cached_tokens
+            lease.cancel()
         lease.release()
-        lease.release()
+        lease.cancel()
 
     def begin(self, who: int, tokens: list[int], stage: int, tail: bool) -> None:
         """A request as most are: all at once, up to some stage."""
@@ -234,6 +241,7 @@ class World:
     def press(self, n: int) -> None:
         """Somebody unrelated needs blocks for a moment, and fills them."""
         n = min(n, self.cache.available)
+        self.queries += 1
         with self.cache.open(self.cache.acquire(self.identities[0], b"")) as table:
             table.reserve(n * self.size)
             for block in table.blocks:
@@ -266,6 +274,8 @@ class World:
         stats = self.cache.stats()
         assert stats.free_blocks + stats.referenced_blocks == stats.num_blocks
         assert stats.used_blocks == len(self.held())
+        counted = (stats.queries, stats.queried_tokens, stats.hit_tokens)
+        assert counted == (self.queries, self.queried, self.hits)
         self.observe()
         for lease, who, tokens in self.leases:
             self.expect_kv(who, tokens, lease.blocks.tolist(), lease.cached_tokens)

@@ -63,9 +63,9 @@ class CacheAgainstModel(RuleBasedStateMachine):
         self.world.open(choice)
 
     @if_leases
-    @rule(choice=choices)
-    def give_up(self, choice: int) -> None:
-        self.world.give_up(choice)
+    @rule(choice=choices, cancel=st.booleans())
+    def give_up(self, choice: int, cancel: bool) -> None:
+        self.world.give_up(choice, cancel)
 
     @if_quiet
     @rule(choice=choices, n=st.integers(0, 20), more=texts)
@@ -170,7 +170,7 @@ def wander(seed: int, steps: int) -> World:
             case 2 if world.leases:
                 world.open(choice)
             case 3 if world.leases:
-                world.give_up(choice)
+                world.give_up(choice, rng.random() < 0.5)
             case 4 if quiet:
                 world.reserve(quiet, rng.randrange(20), text())
             case 5 if waiting:
