@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,17 @@ from radixkv.tokens import encode
 BASE = CacheIdentity(
     "model", "tokenizer", "template", "adapter", Execution("bfloat16", "bfloat16", 16)
 )
+OTHER_SETTINGS: list[tuple[str, Any]] = [
+    ("compute_dtype", "float32"),
+    ("kv_dtype", "float8"),
+    ("layout_version", 2),
+    ("numerics_version", 2),
+    ("rope_scaling", "yarn:4"),
+    ("sliding_window", 4096),
+    ("parallel", "tp2"),
+    ("deterministic", True),
+    ("kv_scales", "s"),
+]
 CHANGES = [
     ("model", replace(BASE, model="other")),
     ("tokenizer", replace(BASE, tokenizer="other")),
@@ -25,17 +37,7 @@ CHANGES = [
     ("namespace.tenant", replace(BASE, namespace=Namespace("t"))),
     *(
         (f"execution.{name}", replace(BASE, execution=replace(BASE.execution, **{name: value})))
-        for name, value in (
-            ("compute_dtype", "float32"),
-            ("kv_dtype", "float8"),
-            ("layout_version", 2),
-            ("numerics_version", 2),
-            ("rope_scaling", "yarn:4"),
-            ("sliding_window", 4096),
-            ("parallel", "tp2"),
-            ("deterministic", True),
-            ("kv_scales", "s"),
-        )
+        for name, value in OTHER_SETTINGS
     ),
 ]
 

@@ -1,0 +1,273 @@
+"""Block tables: room to write, copies before writes, forks and what is let go."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.blocks import BlockCopy
+from radixkv.cache import PrefixCache
+from radixkv.errors import OutOfBlocks
+from radixkv.identity.identity import CacheIdentity
+from radixkv.table import BlockTable
+from radixkv.tokens import encode
+
+SIZE = 4
+MODEL = CacheIdentity.local("m", SIZE)
+
+
+def begin(cache: PrefixCache, ids: list[int]) -> BlockTable:
+    return cache.open(cache.acquire(MODEL, encode(ids)))
+
+
+def fill(table: BlockTable, n: int) -> list[BlockCopy]:
+    copies = table.reserve(n)
+    table.commit(n)
+    return copies
+
+
+def test_blocks_come_on_demand_and_waste_is_less_than_one() -> None:
+    cache = PrefixCache(16, SIZE)
+    table = begin(cache, [])
+    for n in range(1, 20):
+        assert table.blocks_needed(1) == (1 if n % SIZE == 1 else 0)
+        assert fill(table, 1) == []
+        assert table.num_tokens == n and len(table.blocks) == -(-n // SIZE)
+    assert cache.free_blocks == 16 - 5
+
+
+def test_four_samples_share_a_block_and_the_third_to_write_leaves_three_behind_one() -> None:
+    """COW-1, and the literal example: block 7 goes from 4 references to 3, the copy has 1."""
+    cache = PrefixCache(16, SIZE)
+    tables = [begin(cache, [])]
+    fill(tables[0], 7 * SIZE + 2)  # blocks 0 to 7, the last with two tokens
+    tables += [tables[0].fork() for _ in range(3)]
+    assert tables[0].blocks[7] == 7 and cache.pool.counts[7] == 4
+    (copy,) = tables[2].reserve(1)
+    tables[2].commit(1)
+    assert copy == (7, 8, 2)
+    assert cache.pool.counts[7] == 3 and cache.pool.counts[8] == 1
+    assert [int(t.blocks[7]) for t in tables] == [7, 7, 8, 7]
+    assert len(fill(tables[0], 1)) == 1 and len(fill(tables[3], 1)) == 1
+    assert fill(tables[1], 1) == [], "the last writes in place"
+    assert tables[1].blocks[7] == 7 and cache.stats().cow_copies == 3
+    assert cache.check() == []
+
+
+def test_sharers_that_reserve_in_one_step_make_one_copy_less_than_they_are() -> None:
+    """k - 1 copies also when all reserve before any of them has run."""
+    cache = PrefixCache(16, SIZE)
+    tables = [begin(cache, [])]
+    fill(tables[0], 2)
+    tables += [tables[0].fork() for _ in range(3)]
+    copies = [copy for table in tables for copy in table.reserve(1)]
+    assert [copy.source for copy in copies] == [0, 0, 0]
+    assert len({copy.target for copy in copies}) == 3
+    assert tables[3].blocks[0] == 0
+    for table in tables:
+        table.commit(1)
+    assert cache.pool.counts[:4].tolist() == [1, 1, 1, 1] and cache.check() == []
+
+
+def test_the_last_of_the_sharers_does_not_write_over_what_others_are_yet_to_copy() -> None:
+    cache = PrefixCache(16, SIZE)
+    long, short = begin(cache, []), None
+    fill(long, 3)
+    short = long.fork()
+    short.truncate(1)
+    assert long.reserve(1) == [(0, 1, 3)]
+    assert short.reserve(1) == [(0, 2, 1)], "position 1 is still to be read by the other's copy"
+
+
+@pytest.mark.parametrize("offset", range(SIZE))
+def test_forks_at_every_offset_write_apart(offset: int) -> None:
+    """COW-3: four ways, each equal to a linear run, the parent unchanged."""
+    cache = PrefixCache(32, SIZE)
+    device = [[-1] * SIZE for _ in range(32)]
+
+    def write(table: BlockTable, values: list[int]) -> None:
+        for value in values:
+            for source, target, n in table.reserve(1):
+                device[target][:n] = device[source][:n]
+            at = table.num_tokens
+            device[table.blocks[at // SIZE]][at % SIZE] = value
+            table.commit(1)
+
+    def read(table: BlockTable) -> list[int]:
+        return [device[table.blocks[i // SIZE]][i % SIZE] for i in range(table.num_tokens)]
+
+    parent = begin(cache, [])
+    prompt = list(range(SIZE + offset))
+    write(parent, prompt)
+    forks = [parent.fork() for _ in range(4)]
+    for i, fork in enumerate(forks):
+        write(fork, [100 * i + j for j in range(6)])
+    for i, fork in enumerate(forks):
+        assert read(fork) == prompt + [100 * i + j for j in range(6)]
+    assert read(parent) == prompt
+    for table in (parent, *forks):
+        table.release()
+    assert cache.free_blocks == 32
+
+
+def test_a_partial_hit_is_copied_before_it_is_written_behind() -> None:
+    cache = PrefixCache(16, SIZE)
+    with begin(cache, []) as table:
+        fill(table, 6)
+        table.publish(encode(range(6)), tail=True)
+    table = begin(cache, [0, 1, 2, 3, 4, 9, 9])
+    assert table.num_tokens == table.cached_tokens == 5
+    (copy,) = table.reserve(2)
+    assert copy.num_valid == 1 and copy.source == 1 and copy.target == table.blocks[1]
+    assert cache.pool.counts[copy.source] == 2, "held until the copy is made"
+    table.commit(2)
+    assert cache.pool.counts[copy.source] == 1
+    assert cache.check() == []
+
+
+def test_a_refusal_changes_nothing() -> None:
+    cache = PrefixCache(4, SIZE)
+    with begin(cache, []) as table:
+        fill(table, 2 * SIZE)
+        table.publish(encode(range(8)))
+    busy = begin(cache, [])
+    fill(busy, 2 * SIZE)
+    table = begin(cache, [*range(8), 8])  # holds the two that are cached
+    counts, version = cache.pool.counts.tolist(), cache.version
+    with pytest.raises(OutOfBlocks) as e:
+        table.reserve(5)
+    assert (e.value.need, e.value.free, e.value.evictable) == (2, 0, 0)
+    assert cache.pool.counts.tolist() == counts and cache.version == version
+    assert table.num_tokens == 8 and len(table.blocks) == 2
+
+
+def test_a_sequence_that_fits_exactly_is_not_stopped_by_what_it_would_copy() -> None:
+    """The copy's source takes up the copy's room: then it leaves the tree instead."""
+    cache = PrefixCache(2, SIZE)
+    with begin(cache, []) as table:
+        fill(table, 2 * SIZE)
+        table.publish(encode(range(8)))
+    table = begin(cache, range(8))  # type: ignore[arg-type]
+    assert table.num_tokens == 7 and cache.available == 0
+    assert table.blocks_needed(1) == 0
+    assert table.reserve(1) == [], "written in place"
+    table.commit(1)
+    assert cache.cached_blocks == 1 and cache.check() == []
+    table.publish(encode(range(8)))
+    assert cache.cached_blocks == 2
+
+
+def test_published_blocks_stay_and_the_rest_is_free() -> None:
+    cache = PrefixCache(8, SIZE)
+    table = begin(cache, [])
+    fill(table, 10)
+    table.publish(encode(range(10)))
+    table.release()
+    table.release()
+    assert (cache.cached_blocks, cache.free_blocks, cache.available) == (2, 6, 8)
+    other = begin(cache, [7] * 9)
+    fill(other, 9)
+    other.release()
+    assert (cache.cached_blocks, cache.free_blocks) == (2, 6)
+
+
+def test_publishing_is_incremental() -> None:
+    """CORRECT-4: keys of later chunks are those of the whole sequence."""
+    cache = PrefixCache(64, SIZE)
+    prompt = list(range(200))
+    table = begin(cache, prompt)
+    for chunk in (100, 33, 67):
+        fill(table, chunk)
+        table.publish(encode(prompt))
+        version = cache.version
+        table.publish(encode(prompt))
+        assert cache.version == version, "nothing new, nothing done"
+    for shared in (100, 116, 200):
+        other = prompt[:shared] + [999] * 20
+        assert cache.lookup(MODEL, encode(other)) == shared
+    assert cache.stats().nodes == 1 and cache.check() == []
+
+
+def test_two_that_computed_the_same_keep_one_copy() -> None:
+    """CORRECT-9: eight identical cold prompts in one batch."""
+    cache = PrefixCache(64, SIZE)
+    tables = [begin(cache, [1] * 11) for _ in range(8)]
+    for table in tables:
+        fill(table, 11)
+    for table in tables:
+        table.publish(encode([1] * 11))
+    assert all(t.blocks[:2].tolist() == tables[0].blocks[:2].tolist() for t in tables)
+    assert len({int(t.blocks[2]) for t in tables}) == 8
+    assert cache.stats().deduplicated_blocks == 14
+    for table in tables:
+        table.release()
+    assert (cache.cached_blocks, cache.free_blocks) == (2, 62) and cache.check() == []
+
+
+def test_a_truncated_table_writes_to_blocks_of_its_own() -> None:
+    cache = PrefixCache(16, SIZE)
+    table = begin(cache, [])
+    fill(table, 12)
+    table.publish(encode(range(12)))
+    table.truncate(6)
+    assert table.num_tokens == 6 and len(table.blocks) == 2
+    assert cache.evictable_blocks == 1
+    (copy,) = table.reserve(1)
+    assert copy.num_valid == 2 and cache.lookup(MODEL, encode(range(13))) == 12
+    table.commit(1)
+    table.publish(encode([0, 1, 2, 3, 4, 5, 99]), tail=True)
+    assert cache.lookup(MODEL, encode([0, 1, 2, 3, 4, 5, 99, 1])) == 7
+    table.truncate(0)
+    assert table.blocks.size == 0 and cache.check() == []
+    assert cache.available == 16
+
+
+def test_blocks_are_a_snapshot() -> None:
+    cache = PrefixCache(16, SIZE)
+    table = begin(cache, [])
+    fill(table, 5)
+    before = table.blocks
+    fill(table, 8)
+    assert before.dtype == "int32" and before.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (lambda t: t.commit(1), "commit"),
+        (lambda t: t.reserve(-1), "reserve"),
+        (lambda t: t.truncate(9), "truncate"),
+        (lambda t: t.publish(encode([1])), "tokens given"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(act: object, what: str) -> None:
+    cache = PrefixCache(8, SIZE)
+    table = begin(cache, [])
+    fill(table, 8)
+    with pytest.raises(ValueError, match=what):
+        act(table)  # type: ignore[operator]
+    table.release()
+    with pytest.raises(ValueError, match="released"):
+        table.reserve(1)
+
+
+def test_a_table_frees_everything_at_every_stage() -> None:
+    """LEAK-1: after acquire, after reserve, after the copy, after commit, after publish."""
+    cache = PrefixCache(16, SIZE)
+    with begin(cache, []) as table:
+        fill(table, 6)
+        table.publish(encode(range(6)), tail=True)
+    counts, available = cache.pool.counts.tolist(), cache.available
+    for stage in range(4):
+        table = begin(cache, [0, 1, 2, 3, 4, 5, 6, 7, 8])
+        assert table.num_tokens == 6
+        if stage > 0:
+            table.reserve(3)
+        if stage > 1:
+            table.commit(3)
+        if stage > 2:
+            twin = table.fork()
+            twin.reserve(2)
+            twin.release()
+        table.release()
+        assert cache.pool.counts.tolist() == counts and cache.available == available
+        assert cache.check() == []
