@@ -34,6 +34,7 @@ class BlockTable:
 
     __slots__ = (
         "_cache",
+        "_forked",
         "_held",
         "_ids",
         "_len",
@@ -59,6 +60,7 @@ class BlockTable:
         self._len = num_blocks
         self._held: list[int] = []  # sources of copies that the device has yet to make
         self._place = place  # of the published part
+        self._forked = False
         self.identity = identity
         self.num_tokens = num_tokens
         self.cached_tokens = num_tokens
@@ -126,6 +128,9 @@ class BlockTable:
             return []
         if first > at:
             self._ids[at] = tree.take_one()
+        if not self._forked:
+            node, num_published, moved, _ = self._place
+            self._place = (node, num_published, moved, True)
         return [self._copy(source, self._ids.item(at), num_valid)]
 
     def _copy(self, source: int, target: int, num_valid: int) -> BlockCopy:
@@ -183,6 +188,7 @@ class BlockTable:
         node, num_published, moved, _ = self._place
         self._place = (node, num_published, moved, False)
         twin = BlockTable(self._cache, self.identity, ids, len(ids), self.num_tokens, self._place)
+        self._forked = twin._forked = True
         twin.cached_tokens = self.cached_tokens
         return twin
 

@@ -72,7 +72,7 @@ Place: TypeAlias = "tuple[Node | None, int, bool, bool]"
 node        the node that ends with the last of them, if one does: saves the next insert a walk
 num_blocks  how many are in
 moved       whether any was replaced by a resident one, so that forks may hold others
-alone       whether the table never had a fork, so that nobody else holds its own blocks
+alone       whether nobody else can hold its own blocks: it has no fork, and no source of a copy
 """
 
 NOTHING: Match = ([], 0, None, 0, None)

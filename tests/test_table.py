@@ -271,3 +271,24 @@ def test_a_table_frees_everything_at_every_stage() -> None:
         table.release()
         assert cache.pool.counts.tolist() == counts and cache.available == available
         assert cache.check() == []
+
+
+def test_two_that_are_to_copy_a_block_the_tree_has_let_go_are_both_counted() -> None:
+    """A tail that two wait to copy is replaced by a longer one: then it is theirs alone."""
+    cache = PrefixCache(16, SIZE)
+    with begin(cache, []) as table:
+        fill(table, 2)
+        table.publish(encode([1, 2]), tail=True)
+    first, second = begin(cache, [1, 2, 7]), begin(cache, [1, 2, 8])
+    with begin(cache, [1, 2, 3, 9]) as longer:
+        fill(longer, 1)
+        longer.publish(encode([1, 2, 3]), tail=True)
+    assert cache.pool.counts[first.blocks[0]] == 2 and cache.cached_blocks == 1
+    first.truncate(1)
+    first.publish(encode([1]), tail=True)  # resident already, as the beginning of the longer
+    cache.tree.evict(1)
+    first.publish(encode([1]), tail=True)
+    assert cache.pool.counts[first.blocks[0]] == 3 and cache.check() == []
+    second.publish(encode([1, 2]), tail=True)
+    assert fill(first, 1)[0].num_valid == 1 and len(fill(second, 1)) == 1
+    assert cache.check() == []
