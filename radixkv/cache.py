@@ -82,7 +82,7 @@ class Lease:
         """Release it, and take back what its acquisition counted: it was looked at, never used."""
         if self.released:
             return
-        self._cache._count(-1, *self._counted, self.cached_tokens)
+        self._cache._count(-1, self._counted, self.cached_tokens)
         self.release()
 
     def __enter__(self) -> Lease:
@@ -147,11 +147,10 @@ class PrefixCache:
         """
         if type(tokens) is not bytes:
             tokens = encode(tokens)
-        (runs, num_whole, source, num_valid, node), cached = self._match(
-            identity, tokens, max_cached
-        )
+        match, cached = self._match(identity, tokens, max_cached)
+        runs, num_whole, source, num_valid, node = match
         counted = (len(tokens) // 4, num_valid, resumed)
-        self._count(1, *counted, cached)
+        self._count(1, counted, cached)
         if not cached:
             return Lease(self, identity, _NO_IDS, 0, 0, NO_PLACE, counted)
         # Room for the rest of the sequence behind what is there already, so a table need not copy.
@@ -185,7 +184,8 @@ class PrefixCache:
         lease._ids, lease._len = _NO_IDS, 0
         return BlockTable(self, lease.identity, ids, num_blocks, lease.cached_tokens, lease._place)
 
-    def _count(self, sign: int, num_tokens: int, partial: int, resumed: bool, hit: int) -> None:
+    def _count(self, sign: int, counted: tuple[int, int, bool], hit: int) -> None:
+        num_tokens, partial, resumed = counted
         if resumed:
             self._resumed_queried += sign * num_tokens
             self._resumed_hit += sign * hit

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.blocks import BlockIds, BlockPool
+from radixkv.blocks import BlockPool
 
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -35,10 +35,11 @@ class LruLeaves(Generic[N]):
     Use is kept per block, so touching a prefix refreshes what matched and no more: the rest of its
     edge still goes when its own time comes, and edges may be split and joined freely.
 
-    A leaf is *queued* when its last block may be evicted, and *parked* under that block's id while
-    a lease or table holds it; letting the block go queues it again. A queue entry is one integer,
-    time and slot, in a heap: what it says of the time may be too early, never too late, so it is
-    corrected only when it comes up. Nothing is walked or sorted anew.
+    Every leaf queues. An entry is one integer, time and slot, in a heap; what it says of the time
+    may be too early, never too late, so a leaf may be used, lengthened and cut in its place, and
+    the entry is corrected only when it comes up. A leaf that then proves to be held is *parked*
+    under its last block's id, and letting that block go queues it again. Nothing is ever walked or
+    sorted anew.
 
     Invariant: each leaf is either queued (``entry`` is in the heap) or parked (``entry == 0``).
     """
@@ -55,22 +56,16 @@ class LruLeaves(Generic[N]):
         self._open: list[int] = []  # indices of _slots that hold None
         self._parked: dict[int, N] = {}
 
-    def touch(self, ids: BlockIds) -> None:
-        """Note that ``ids`` were in use until now."""
-        self.clock += 1
-        self.used[ids] = self.clock
+    def add_held(self, leaf: N) -> None:
+        """Take in a leaf whose last block somebody holds; when he lets go, it will be used now."""
+        self._queue(leaf, self.clock)
 
-    def add(self, leaf: N) -> None:
-        """Take a new leaf in, or one whose last block has changed (``discard`` it before)."""
-        last = leaf.blocks[-1]
-        if self._counts[last] > 1:
-            leaf.entry = 0
-            self._parked[last] = leaf
-        else:
-            self._queue(leaf, last)
+    def add_idle(self, leaf: N) -> None:
+        """Take in a node that has become a leaf, held or not."""
+        self._queue(leaf, self.used.item(leaf.blocks[-1]))
 
     def discard(self, leaf: N) -> None:
-        """Forget a node that is about to be removed, lengthened, or given children."""
+        """Forget a leaf that is about to be removed, lengthened while parked, or given children."""
         if leaf.entry:
             slot = leaf.entry & _SLOT_MASK
             self._slots[slot] = None
@@ -84,7 +79,7 @@ class LruLeaves(Generic[N]):
         """Queue the leaf parked at ``block``, if one is: nobody holds it any more."""
         leaf = self._parked.pop(block, None)
         if leaf is not None:
-            self._queue(leaf, block)
+            self._queue(leaf, self.used.item(block))
 
     def oldest(self) -> N:
         """Return the leaf whose last block is the next to go; there is one that nobody holds."""
@@ -98,8 +93,7 @@ class LruLeaves(Generic[N]):
             last = leaf.blocks[-1]
             if counts.item(last) > 1:
                 heapq.heappop(heap)
-                self.discard(leaf)
-                self._parked[last] = leaf
+                self._park(leaf)
                 continue
             time = used.item(last)
             if time == entry >> _SLOT_BITS:
@@ -112,8 +106,11 @@ class LruLeaves(Generic[N]):
         """Park the leaves that still queue though they are held; call when every one is held."""
         for leaf in self._slots:
             if leaf is not None:
-                self.discard(leaf)
-                self.add(leaf)
+                self._park(leaf)
+
+    def _park(self, leaf: N) -> None:
+        self.discard(leaf)
+        self._parked[leaf.blocks[-1]] = leaf
 
     def parked_at(self, block: int) -> N | None:
         """Return the leaf that ends in ``block`` and is held, if it has come up already."""
@@ -147,14 +144,14 @@ class LruLeaves(Generic[N]):
             wrong.append(f"{len(self._parked)} leaves are parked by count, {parked} by walk")
         return wrong
 
-    def _queue(self, leaf: N, last: int) -> None:
+    def _queue(self, leaf: N, time: int) -> None:
         if self._open:
             slot = self._open.pop()
             self._slots[slot] = leaf
         else:
             slot = len(self._slots)
             self._slots.append(leaf)
-        leaf.entry = self.used.item(last) << _SLOT_BITS | slot
+        leaf.entry = time << _SLOT_BITS | slot
         self.num_queued += 1
         heapq.heappush(self._heap, leaf.entry)
         # Entries of discarded leaves leave when they come up; where nothing is ever evicted they

@@ -17,16 +17,20 @@ class SortedKeys:
     Invariant: no run is empty, runs and the keys in them ascend, ``_lasts[i]`` ends ``_runs[i]``.
     """
 
-    __slots__ = ("_lasts", "_runs")
+    __slots__ = ("_full_length", "_lasts", "_runs", "num_short")
 
     _FULL = 512
 
-    def __init__(self) -> None:
+    def __init__(self, full_length: int) -> None:
+        self._full_length = full_length
+        self.num_short = 0  # keys of fewer than full_length bytes
         self._runs: list[list[bytes]] = []
         self._lasts: list[bytes] = []
 
     def add(self, key: bytes) -> None:
         """Put ``key`` in its place; it is not there yet."""
+        if len(key) < self._full_length:
+            self.num_short += 1
         if not self._runs:
             self._runs.append([key])
             self._lasts.append(key)
@@ -42,6 +46,8 @@ class SortedKeys:
 
     def remove(self, key: bytes) -> None:
         """Take ``key`` out; it is there."""
+        if len(key) < self._full_length:
+            self.num_short -= 1
         at = bisect_left(self._lasts, key)
         run = self._runs[at]
         del run[bisect_left(run, key)]
@@ -71,6 +77,8 @@ class SortedKeys:
         wrong = []
         if any(a >= b for a, b in zip(keys, keys[1:], strict=False)):
             wrong.append("sibling keys are out of order")
+        if self.num_short != sum(len(key) < self._full_length for key in keys):
+            wrong.append("the short sibling keys are counted wrongly")
         if any(not run for run in self._runs) or self._lasts != [r[-1] for r in self._runs if r]:
             wrong.append("the index of the sibling keys is stale")
         return wrong

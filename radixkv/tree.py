@@ -232,7 +232,7 @@ class RadixTree:
         stride = self.stride
         end = len(ids) * stride
         node: Node
-        if hint is not None and hint.blocks and hint.blocks[-1] == ids[start - 1]:
+        if hint is not None and hint.blocks and hint.blocks[-1] == ids.item(start - 1):
             node, at = hint, start * stride
         else:
             node, at = self._root(identity), 0
@@ -302,7 +302,7 @@ class RadixTree:
         """Return the node that holds the last of ``ids``, and how many of its blocks they reach."""
         if not len(ids):
             return self._root(identity), 0
-        if hint is not None and hint.blocks and hint.blocks[-1] == ids[-1]:
+        if hint is not None and hint.blocks and hint.blocks[-1] == ids.item(-1):
             return hint, len(hint.blocks)
         node: Node = self._root(identity)
         at, end = 0, len(ids) * self.stride
@@ -331,15 +331,13 @@ class RadixTree:
     def _attach(self, node: Node, key: bytes, ids: BlockIds, alone: bool) -> Node:
         """Let the path to ``node`` go on with ``key``, which none of its children begins with."""
         stride = self.stride
-        if node.order is not None:
+        if node.order is not None and node.order.num_short:
             before = node.order.around(key[:stride])[0]
             if before is not None and len(before) < stride and key.startswith(before):
                 assert node.children is not None
                 tail = node.children[before]  # ``key`` contains it
                 self._forget(tail.blocks[0])
                 self._unlink(tail)
-        if node.blocks:
-            self.leaves.discard(node)
         if alone:
             self.pool.counts[ids] = 2
         else:
@@ -351,16 +349,21 @@ class RadixTree:
         grows = node.blocks and not node.children and len(key) >= stride
         if grows and len(node.key) + len(key) <= MAX_EDGE_BYTES:
             node.children = node.order = None  # a superseded tail may have left them empty
+            if not node.entry:
+                self.leaves.discard(node)  # parked, or no leaf until its tail went
+                self.leaves.add_held(node)
             node.key += key
             node.blocks.frombytes(ids.tobytes())
         else:
+            if node.blocks and not node.children:
+                self.leaves.discard(node)
             blocks = array("q")
             blocks.frombytes(ids.tobytes())
             step = max(MAX_EDGE_BYTES // stride, 1)
             for at in range(0, len(blocks), step):
                 part = Node(key[at * stride : (at + step) * stride], blocks[at : at + step], node)
                 node = self._adopt(node, part)
-        self.leaves.add(node)
+            self.leaves.add_held(node)
         return node
 
     def _adopt(self, parent: Node, child: Node) -> Node:
@@ -368,7 +371,7 @@ class RadixTree:
         if parent.children is None:
             parent.children = {}
         if parent.order is None and self.block_size > 1:
-            parent.order = SortedKeys()
+            parent.order = SortedKeys(self.stride)
         parent.children[first] = child
         if parent.order is not None:
             parent.order.add(first)
@@ -482,7 +485,7 @@ class RadixTree:
         self._forget(block)
         self._cut(node, 1)
         if node.blocks:
-            self.leaves.add(node)
+            self.leaves.add_idle(node)
         self.num_evicted += 1
         return True
 
@@ -512,7 +515,7 @@ class RadixTree:
             if isinstance(parent, Root):
                 del self.roots[parent.identity]
             else:
-                self.leaves.add(parent)
+                self.leaves.add_idle(parent)
         elif len(parent.children) == 1 and parent.blocks:
             self._join(parent)
 

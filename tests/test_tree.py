@@ -286,7 +286,7 @@ def test_a_damaged_tree_is_described_not_raised() -> None:
 
 def test_sorted_keys_know_their_neighbours_through_many_runs() -> None:
     rng = random.Random(3)
-    keys = SortedKeys()
+    keys = SortedKeys(2)
     model: list[bytes] = []
     for _ in range(6000):
         key = rng.randbytes(2)
