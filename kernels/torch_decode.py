@@ -14,7 +14,7 @@ from radixkv.kernels.plan import AttentionPlan, Int64
 
 PADDING = 1.25  # a bucket is at most this much longer than its shortest sequence ...
 SLACK_TOKENS = 32  # ... or by this many tokens: short sequences cost calls, not reads
-BUCKET_TOKENS = 1 << 15  # keys gathered at a time, so that the copy is read back from cache
+BUCKET_TOKENS = 1 << 12  # keys gathered at a time, so that the copy is read back from cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +24,7 @@ class _Bucket:
     rows: torch.Tensor  # int64 [B] rows of q and out
     slots: torch.Tensor  # int64 [B * L], padding repeats a slot of the same sequence
     distance: torch.Tensor  # int64 [B, L] key position minus query position; > 0 is padding
+    mask: torch.Tensor | None  # float32 [B, 1, 1, L], -inf on padding; None where there is none
 
 
 def decode_torch(
@@ -43,17 +44,26 @@ def decode_torch(
     k_slots, v_slots = k_pool_layer.flatten(0, 1), v_pool_layer.flatten(0, 1)
     for bucket in plan.once(("torch decode", window), lambda: _buckets(plan, window)):
         count, length = bucket.distance.shape
-        grouped = q[bucket.rows].float().view(count, num_kv_heads, -1, head_dim)
-        keys = k_slots.index_select(0, bucket.slots).float()
-        keys = keys.view(count, length, num_kv_heads, head_dim).permute(0, 2, 3, 1)
-        scores = torch.matmul(grouped, keys)  # [B, kv heads, group, L]
-        distance = bucket.distance[:, None, None]
-        heads = (num_kv_heads, q.shape[1] // num_kv_heads, 1)
-        weights = soften(scores, distance, distance > 0, features, heads)
-        values = v_slots.index_select(0, bucket.slots).float()
-        values = values.view(count, length, num_kv_heads, head_dim).transpose(1, 2)
-        attended = torch.matmul(weights, values).view(count, -1, head_dim)
-        out[bucket.rows] = attended.to(out.dtype)
+        queries = q[bucket.rows].float().view(count, num_kv_heads, -1, head_dim)
+        keys, values = (
+            pool.index_select(0, bucket.slots)
+            .float()
+            .view(count, length, num_kv_heads, head_dim)
+            .transpose(1, 2)
+            for pool in (k_slots, v_slots)
+        )
+        if features.plain:
+            # The queries of a group are the rows of one product: keys are read once for all.
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=bucket.mask, scale=features.scale
+            )
+        else:
+            scores = torch.matmul(queries, keys.transpose(2, 3))  # [B, kv heads, group, L]
+            distance = bucket.distance[:, None, None]
+            heads = (num_kv_heads, q.shape[1] // num_kv_heads, 1)
+            weights = soften(scores, distance, distance > 0, features, heads)
+            attended = torch.matmul(weights, values)
+        out[bucket.rows] = attended.reshape(count, -1, head_dim).to(out.dtype)
 
 
 def _buckets(plan: AttentionPlan, window: int | None) -> list[_Bucket]:
@@ -84,6 +94,12 @@ def _bucket(plan: AttentionPlan, seqs: Int64, lengths: Int64) -> _Bucket:
     blocks, offsets = np.divmod(positions, plan.block_size)
     slots = plan.host_block_tables[seqs[:, None], blocks].astype(np.int64) * plan.block_size
     rows = plan.host_cu_seqlens_q[seqs].astype(np.int64)
+    indices, reach = (slots + offsets).ravel(), torch.from_numpy(distance)
+    padding = reach[:, None, None] > 0
+    mask = torch.zeros(padding.shape).masked_fill_(padding, -torch.inf) if padding.any() else None
     return _Bucket(
-        *(torch.from_numpy(x).to(plan.device) for x in (rows, (slots + offsets).ravel(), distance))
+        torch.from_numpy(rows).to(plan.device),
+        torch.from_numpy(indices).to(plan.device),
+        reach.to(plan.device),
+        None if mask is None else mask.to(plan.device),
     )

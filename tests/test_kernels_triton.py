@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -136,7 +136,11 @@ def cuda() -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_gpu_agrees_with_float64(cuda: str, dtype: torch.dtype) -> None:
     lens = ([1, 1, 200, 1, 33, 0], [1, 1000, 700, 257, 33, 9])
-    features = ({}, {"sliding_window": 90}, {"soft_cap": 5.0, "sinks": True, "alibi": True})
+    features: tuple[dict[str, Any], ...] = (
+        {},
+        {"sliding_window": 90},
+        {"soft_cap": 5.0, "sinks": True, "alibi": True},
+    )
     sizes = itertools.product((64, 80, 96, 128, 256), (1, 16, 100, 256), ((9, 3), (4, 4), (16, 1)))
     for turn, (head_dim, block_size, heads) in enumerate(sizes):
         make_case(
