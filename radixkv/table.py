@@ -20,6 +20,8 @@ from radixkv.tree import Place
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
 
+_RELEASED = "this table was released"
+
 
 class BlockTable:
     """Logical block -> physical block, and how many tokens' KV exists.
@@ -95,7 +97,8 @@ class BlockTable:
         All or nothing: OutOfBlocks leaves everything as it was. The source of a copy stays
         referenced until ``commit()``, so it may be read until then.
         """
-        self._expect_live()
+        if self.released:
+            raise ValueError(_RELEASED)
         if n < 0:
             raise ValueError(f"reserve({n}); wanted 0 or more")
         tree, num_tokens = self._cache.tree, self.num_tokens
@@ -144,7 +147,8 @@ class BlockTable:
 
     def commit(self, n: int) -> None:
         """Note that the device has made the copies and the KV of ``n`` more tokens."""
-        self._expect_live()
+        if self.released:
+            raise ValueError(_RELEASED)
         if not 0 <= n <= self._len * self._cache.block_size - self.num_tokens:
             raise ValueError(
                 f"commit({n}): {self._len * self._cache.block_size - self.num_tokens} reserved"
@@ -160,7 +164,8 @@ class BlockTable:
         is pointed at them and its own are freed. With ``tail`` the tokens behind the last whole
         block are shared too. O(what is new), plus a memcmp of the rest in the worst case.
         """
-        self._expect_live()
+        if self.released:
+            raise ValueError(_RELEASED)
         cache = self._cache
         if not cache.enabled:
             return
@@ -181,7 +186,8 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """Return a second table of the same tokens: it shares their blocks and copies on write."""
-        self._expect_live()
+        if self.released:
+            raise ValueError(_RELEASED)
         ids = self._ids[: -(-self.num_tokens // self._cache.block_size)].copy()
         if len(ids):
             self._cache.pool.share(ids)
@@ -194,7 +200,8 @@ class BlockTable:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` and let go the blocks behind them, reserved ones too."""
-        self._expect_live()
+        if self.released:
+            raise ValueError(_RELEASED)
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"truncate({num_tokens}): KV exists for {self.num_tokens} tokens")
         size = self._cache.block_size
@@ -264,7 +271,3 @@ class BlockTable:
                 copying[block] = (holds - 1, most)
             self._cache.tree.release_source(block)
         self._held.clear()
-
-    def _expect_live(self) -> None:
-        if self.released:
-            raise ValueError("this table was released")
