@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from radixkv.tree import Node, RadixTree
+from radixkv.nodes import Node
+from radixkv.tree import RadixTree
 
 
 def check(tree: RadixTree, held: Iterable[int]) -> list[str]:

@@ -15,10 +15,11 @@ from radixkv import audit
 from radixkv.blocks import BlockIds, BlockPool
 from radixkv.errors import CacheBusy
 from radixkv.identity.identity import CacheIdentity
+from radixkv.nodes import NOTHING, Match
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
 from radixkv.tokens import encode
-from radixkv.tree import NO_PLACE, NOTHING, Match, Place, RadixTree
+from radixkv.tree import NO_PLACE, Place, RadixTree
 
 _INT64 = np.dtype(np.int64)
 _NO_IDS: BlockIds = np.empty(0, np.int64)

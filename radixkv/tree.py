@@ -15,56 +15,8 @@ from radixkv.blocks import BlockIds, BlockPool
 from radixkv.errors import IdentityMismatch
 from radixkv.eviction import LruLeaves
 from radixkv.identity.identity import CacheIdentity
-from radixkv.siblings import SortedKeys
+from radixkv.nodes import MAX_EDGE_BYTES, NOTHING, Match, Node, Root, match
 from radixkv.tokens import TOKEN_BYTES, common_bytes
-
-# To lengthen or shorten an edge copies its key, so longer ones are made as chains: a look-up takes
-# one step more per 16k tokens, and no append or eviction ever copies more than 64 KiB.
-MAX_EDGE_BYTES = 1 << 16
-
-
-class Node:
-    """An edge and the node at its end: block ``blocks[i]`` holds the i-th block of ``key``.
-
-        root --[p0 p1]--> A --[p2]--> B        path(B) = p0 p1 p2
-                          +---[p3]--> C        path(C) = p0 p1 p3
-                          +---[t]               a tail: fewer tokens than a block, always a leaf
-
-    Blocks are whole but for tails, so edges differ in their first block and a child is found by
-    one probe for it. A tail is never the beginning of a sibling: it would be of no use.
-    """
-
-    __slots__ = ("blocks", "children", "entry", "key", "order", "parent")
-
-    def __init__(self, key: bytes, blocks: array[int], parent: Node | None) -> None:
-        self.key = key
-        self.blocks = blocks
-        self.parent = parent
-        self.children: dict[bytes, Node] | None = None  # by the first block (or tail) of their keys
-        self.order: SortedKeys | None = None  # the same keys; None where blocks are single tokens
-        self.entry = 0  # its place in the eviction order
-
-
-class Root(Node):
-    """The beginning of every path of one identity; has no blocks."""
-
-    __slots__ = ("identity",)
-
-    def __init__(self, identity: CacheIdentity) -> None:
-        super().__init__(b"", array("q"), None)
-        self.identity = identity
-
-
-# Results on the path of every request are plain tuples: a class would cost more than the match.
-
-Match: TypeAlias = "tuple[list[array[int]], int, int | None, int, Node | None]"
-"""What is resident of a query: runs, num_whole, source, num_valid, node.
-
-runs       the ids of its whole blocks, edge by edge; num_whole of them in all
-source     the block that begins as the query then goes on, or None
-num_valid  tokens of it that agree; 0 if source is None
-node       the node that ends with the last whole block, or None if none does
-"""
 
 Place: TypeAlias = "tuple[Node | None, int, bool, bool]"
 """Where a table's blocks lie in the tree, from one insert to the next.
@@ -75,7 +27,6 @@ moved       whether any was replaced by a resident one, so that forks may hold o
 alone       whether nobody else can hold its own blocks: it has no fork, and no source of a copy
 """
 
-NOTHING: Match = ([], 0, None, 0, None)
 NO_PLACE: Place = (None, 0, False, True)
 
 _FEW = 4  # blocks up to which numpy costs more than it saves
@@ -101,58 +52,10 @@ class RadixTree:
         self.version = 0  # moves with every change of what a look-up may answer
         self.num_published = self.num_deduplicated = self.num_evicted = 0  # blocks, ever
 
-    # -- looking -----------------------------------------------------------------------------------
-
     def match(self, identity: CacheIdentity, tokens: bytes, limit: int) -> Match:
-        """Return the longest resident prefix of ``tokens[:limit]`` (bytes). Reads only.
-
-        O(edges on the path) steps, each one dictionary probe and one memcmp.
-        """
-        node: Node | None = self.roots.get(identity)
-        if node is None:
-            return NOTHING
-        stride = self.stride
-        whole = limit - limit % stride
-        runs: list[array[int]] = []
-        at = 0
-        while node.children:
-            if at < whole:
-                child = node.children.get(tokens[at : at + stride])
-                if child is not None:
-                    key = child.key
-                    after = at + len(key)
-                    if after <= limit and tokens.startswith(key, at):
-                        runs.append(child.blocks)
-                        at = after
-                        node = child
-                        continue
-                    shared = common_bytes(tokens, at, limit, key)
-                    num_blocks, rest = divmod(shared, stride)
-                    runs.append(child.blocks[:num_blocks])
-                    at += num_blocks * stride
-                    if rest < TOKEN_BYTES:
-                        return runs, at // stride, None, 0, None
-                    source = child.blocks[num_blocks]
-                    return runs, at // stride, source, rest // TOKEN_BYTES, None
-            if at < limit and node.order is not None:
-                return self._overlap(node, tokens[at : min(at + stride, limit)], runs, at // stride)
-            break
-        return runs, at // stride, None, 0, node if runs else None
-
-    def _overlap(self, node: Node, query: bytes, runs: list[array[int]], num_whole: int) -> Match:
-        """Find the child whose beginning shares most with ``query``: one of its neighbours."""
-        assert node.order is not None and node.children is not None
-        best, most = None, TOKEN_BYTES - 1
-        begins = query[:TOKEN_BYTES]
-        for key in node.order.around(query):
-            if key is not None and key.startswith(begins):
-                shared = common_bytes(query, 0, len(query), key)
-                if shared > most:
-                    best, most = key, shared
-        if best is None:
-            return runs, num_whole, None, 0, node
-        source = node.children[best].blocks[0]
-        return runs, num_whole, source, most // TOKEN_BYTES, node
+        """Return what is resident of ``tokens[:limit]`` (bytes); NOTHING if nothing can be."""
+        root = self.roots.get(identity)
+        return NOTHING if root is None else match(root, tokens, limit, self.stride)
 
     # -- holding -----------------------------------------------------------------------------------
 
@@ -264,7 +167,8 @@ class RadixTree:
             elif at == end:
                 return None, at // stride, moved, alone
             else:
-                node = self._split(child, shared // stride)
+                node = child.split(shared // stride, stride)
+                self.num_nodes += 1
         return node, at // stride, moved, alone
 
     def insert_tail(
@@ -284,7 +188,8 @@ class RadixTree:
         if offset < len(node.blocks):
             if node.key.startswith(tail, offset * self.stride):
                 return
-            node = self._split(node, offset)
+            node = node.split(offset, self.stride)
+            self.num_nodes += 1
         elif node.order is not None:
             after = node.order.around(tail)[1]
             if after is not None and after.startswith(tail):
@@ -337,7 +242,9 @@ class RadixTree:
                 assert node.children is not None
                 tail = node.children[before]  # ``key`` contains it
                 self._forget(tail.blocks[0])
-                self._unlink(tail)
+                self.leaves.discard(tail)
+                tail.unlink(stride)
+                self.num_nodes -= 1
         if alone:
             self.pool.counts[ids] = 2
         else:
@@ -362,32 +269,11 @@ class RadixTree:
             step = max(MAX_EDGE_BYTES // stride, 1)
             for at in range(0, len(blocks), step):
                 part = Node(key[at * stride : (at + step) * stride], blocks[at : at + step], node)
-                node = self._adopt(node, part)
+                node.adopt(part, stride)
+                node = part
+                self.num_nodes += 1
             self.leaves.add_held(node)
         return node
-
-    def _adopt(self, parent: Node, child: Node) -> Node:
-        first = child.key[: self.stride]
-        if parent.children is None:
-            parent.children = {}
-        if parent.order is None and self.block_size > 1:
-            parent.order = SortedKeys(self.stride)
-        parent.children[first] = child
-        if parent.order is not None:
-            parent.order.add(first)
-        child.parent = parent
-        self.num_nodes += 1
-        return child
-
-    def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge after ``at`` blocks; return the new upper node. ``node`` stays the lower."""
-        assert node.parent is not None and node.parent.children is not None
-        cut = at * self.stride
-        upper = Node(node.key[:cut], node.blocks[:at], node.parent)
-        node.parent.children[node.key[: self.stride]] = upper
-        node.key, node.blocks = node.key[cut:], node.blocks[at:]
-        self._adopt(upper, node)
-        return upper
 
     def _deduplicate(self, own: BlockIds, resident: BlockIds) -> bool:
         """Point ``own`` at ``resident``, whose tokens are equal; return whether it was not yet."""
@@ -509,41 +395,17 @@ class RadixTree:
             return
         parent = node.parent
         assert parent is not None
-        self._unlink(node)
+        self.leaves.discard(node)
+        node.unlink(self.stride)
+        self.num_nodes -= 1
         if not parent.children:
             parent.children = parent.order = None
             if isinstance(parent, Root):
                 del self.roots[parent.identity]
             else:
                 self.leaves.add_idle(parent)
-        elif len(parent.children) == 1 and parent.blocks:
-            self._join(parent)
-
-    def _unlink(self, node: Node) -> None:
-        """Take a leaf out whole, and leave its parent as it then is."""
-        parent = node.parent
-        assert parent is not None and parent.children is not None
-        first = node.key[: self.stride]
-        self.leaves.discard(node)
-        del parent.children[first]
-        if parent.order is not None:
-            parent.order.remove(first)
-        node.parent, node.blocks, node.key = None, array("q"), b""
-        self.num_nodes -= 1
-
-    def _join(self, node: Node) -> None:
-        """Join a node with its only child, unless that is a tail or the edge would be too long."""
-        assert node.children is not None and node.parent is not None
-        (child,) = node.children.values()
-        if len(child.key) < self.stride or len(node.key) + len(child.key) > MAX_EDGE_BYTES:
-            return
-        child.key = node.key + child.key
-        child.blocks = node.blocks + child.blocks
-        child.parent = node.parent
-        assert child.parent.children is not None
-        child.parent.children[child.key[: self.stride]] = child
-        node.parent, node.blocks, node.key, node.children = None, array("q"), b"", None
-        self.num_nodes -= 1
+        elif len(parent.children) == 1 and parent.blocks and parent.join(self.stride):
+            self.num_nodes -= 1
 
     def clear(self) -> int:
         """Forget everything; return how many blocks became free. Nobody may hold any."""

@@ -15,9 +15,9 @@ from radixkv.blocks import BlockCopy
 from radixkv.cache import Lease, PrefixCache
 from radixkv.errors import CacheBusy, OutOfBlocks
 from radixkv.identity.identity import CacheIdentity
+from radixkv.nodes import Node
 from radixkv.table import BlockTable
 from radixkv.tokens import decode, encode
-from radixkv.tree import Node
 
 Path = tuple[int, ...]  # who, then the tokens: what one KV entry depends on
 GARBAGE: Path = (-1,)

@@ -11,9 +11,10 @@ from radixkv import audit
 from radixkv.blocks import BlockIds, BlockPool
 from radixkv.errors import IdentityMismatch
 from radixkv.identity.identity import CacheIdentity
+from radixkv.nodes import MAX_EDGE_BYTES, Node
 from radixkv.siblings import SortedKeys
 from radixkv.tokens import encode
-from radixkv.tree import MAX_EDGE_BYTES, NO_PLACE, Node, RadixTree
+from radixkv.tree import NO_PLACE, RadixTree
 
 MODEL = CacheIdentity.local("m", 2)
 
