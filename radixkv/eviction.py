@@ -48,7 +48,8 @@ class LruLeaves(Generic[N]):
 
     def __init__(self, pool: BlockPool) -> None:
         self._counts = pool.counts
-        self.used: npt.NDArray[np.int64] = np.zeros(pool.capacity, np.int64)
+        # From 1, so that no entry is 0, which says that a leaf does not queue.
+        self.used: npt.NDArray[np.int64] = np.ones(pool.capacity, np.int64)
         self.clock = 1
         self.num_queued = 0
         self._heap: list[int] = []

@@ -273,6 +273,20 @@ def test_a_table_frees_everything_at_every_stage() -> None:
         assert cache.check() == []
 
 
+def test_a_parent_that_was_never_let_go_queues_when_it_becomes_a_leaf() -> None:
+    cache = PrefixCache(3, SIZE)
+    table = begin(cache, [])
+    fill(table, 6)
+    table.publish(encode(range(6)), tail=True)
+    fill(table, 1)  # a copy; the tail is nobody's now, and goes when room is needed
+    other = begin(cache, [9])
+    with pytest.raises(OutOfBlocks):
+        other.reserve(5)
+    table.release()
+    other.reserve(5)
+    assert cache.cached_blocks == 1 and cache.check() == []
+
+
 def test_two_that_are_to_copy_a_block_the_tree_has_let_go_are_both_counted() -> None:
     """A tail that two wait to copy is replaced by a longer one: then it is theirs alone."""
     cache = PrefixCache(16, SIZE)
