@@ -20,6 +20,7 @@ from radixkv.service.engine.attention import (
     use_paged_attention,
 )
 from radixkv.service.engine.fingerprints import Fingerprints
+from radixkv.service.engine.fusing import merge_projections
 from radixkv.service.engine.probe import refuse_if_inexact
 from radixkv.service.engine.resolving import resolve_model
 from radixkv.service.engine.support import inspect_model
@@ -130,6 +131,7 @@ def load_model(
     precision = choose_dtype(dtype, where)
     tokenizer = _load_tokenizer(path)
     model = _load_weights(path, precision, where)
+    merge_projections(model)
     return LoadedModel.from_model(model, tokenizer, name=name, path=path)
 
 
