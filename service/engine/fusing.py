@@ -50,9 +50,8 @@ class ProjectionPart(nn.Linear):
         self.in_features, self.out_features = own.in_features, own.out_features
         weight, bias = whole
         self.weight = nn.Parameter(weight[start:stop], requires_grad=False)
-        self.bias = None
-        if bias is not None:
-            self.bias = nn.Parameter(bias[start:stop], requires_grad=False)
+        part = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
+        self.register_parameter("bias", part)
         self._merged = merged
         self._start, self._stop = start, stop
 
@@ -75,7 +74,7 @@ def merge_projections(model: nn.Module) -> int:
                 continue
             with torch.no_grad():
                 weight = torch.cat([layer.weight for layer in layers])
-                biases = [layer.bias for layer in layers if layer.bias is not None]
+                biases: list[torch.Tensor] = [p.bias for p in layers if p.bias is not None]
                 bias = torch.cat(biases) if biases else None
             shared = MergedProjection(weight, bias, len(layers))
             start = 0
