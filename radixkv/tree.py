@@ -83,12 +83,12 @@ class RadixTree:
             if held.item(-1) == 2:
                 self.evictable += num_cached - int(held.argmin())
                 self.leaves.wake(path.item(-1))  # only the last of a path can end a leaf
-        rest = ids[num_cached:]
-        if len(rest) > _FEW:
-            self._release_many(rest)
+        n = len(ids)
+        if n - num_cached > _FEW:
+            self._release_many(ids[num_cached:])
         else:
-            for block in rest.tolist():
-                self._release_one(block)
+            for i in range(num_cached, n):
+                self._release_one(ids.item(i))
 
     def release_source(self, block: int) -> None:
         """Release one block that was held to be copied from."""
@@ -296,9 +296,13 @@ class RadixTree:
         The caller has seen to it that there are enough.
         """
         n = len(out)
-        filled = min(n, self.pool.free)
-        if filled:
+        free = self.pool.free
+        filled = free if free < n else n
+        if filled > _FEW:
             out[:filled] = self.pool.take(filled)
+        else:
+            for i in range(filled):
+                out[i] = self.pool.take_one()
         if filled < n:
             self._evict_into(out, filled)
 

@@ -194,7 +194,7 @@ def wander(seed: int, steps: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(120))
 def test_a_long_random_life_keeps_the_books_and_the_kv_right(seed: int) -> None:
     """LEAK-2, LEAK-7, CORRECT-10: the same invariants over lives of some hundred steps."""
     wander(seed, 150)
