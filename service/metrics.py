@@ -127,6 +127,10 @@ class EngineCollector(Collector):
                 "Those that came from the cache.",
                 stats.prompt_tokens_cached_total,
             ),
+            "prompt_tokens_found_later": (
+                "Those that others computed while the request was preempted.",
+                stats.prompt_tokens_found_later_total,
+            ),
             "prompt_tokens_computed": (
                 "Those that were computed, once each.",
                 stats.prompt_tokens_computed_total,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -138,7 +139,7 @@ class Rig:
                 arrival=arrival,
                 prompt_ids=tuple(prompt),
                 prompt_bytes=encode(prompt),
-                identity=CacheIdentity.local(identity, self.cache.block_size),
+                identify=partial(CacheIdentity.local, identity, self.cache.block_size),
                 params=params,
                 max_tokens=max_tokens,
                 entropy=0,

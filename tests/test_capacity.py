@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import ContextTooLong, InvalidConfig, NeverFits
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.params import SamplingParams
+from tests.fake_model import Rig, greedy, ids_of
 
 
 def test_kv_memory_is_divided_into_blocks_and_caps_the_context() -> None:
@@ -53,20 +54,32 @@ def test_without_max_tokens_a_choice_gets_what_there_is() -> None:
     assert Capacity(20, 4, 80).max_tokens(10, SamplingParams(n=4), param="prompt") == 15
 
 
+def test_one_token_needs_no_more_than_the_prompt_whatever_n() -> None:
+    assert Capacity(2, 4, 8).max_tokens(5, SamplingParams(n=9, max_tokens=1), param="prompt") == 1
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    num_blocks=st.integers(2, 30),
+    num_blocks=st.integers(2, 12),
     block_size=st.integers(1, 8),
     prompt=st.integers(1, 60),
-    n=st.integers(1, 5),
+    n=st.integers(1, 8),
+    budget=st.integers(1, 20),
+    data=st.data(),
 )
-def test_what_is_granted_fits_the_pool_to_the_last_block(
-    num_blocks: int, block_size: int, prompt: int, n: int
+def test_what_is_granted_is_served_to_the_end_in_a_pool_of_its_own(
+    num_blocks: int, block_size: int, prompt: int, n: int, budget: int, data: st.DataObject
 ) -> None:
+    """SCHED-1: a request that is not refused never waits for room that cannot come."""
     capacity = Capacity(num_blocks, block_size, num_blocks * block_size)
     try:
         granted = capacity.max_tokens(prompt, SamplingParams(n=n), param="prompt")
     except (ContextTooLong, NeverFits):
         assume(False)
-    shared = prompt // block_size
-    each = -(-(prompt + granted - 1) // block_size) - shared
-    assert shared + n * each <= num_blocks
+    max_tokens = data.draw(st.sampled_from([granted, data.draw(st.integers(1, granted))]))
+    rig = Rig(num_blocks=num_blocks, block_size=block_size, max_batch_tokens=budget)
+    tokens = [3 + i % 50 for i in range(prompt)]
+    for _ in range(2):  # cold, then from what is cached
+        stream = rig.submit(tokens, max_tokens, n=n)
+        rig.run(limit=4 * (prompt + n * max_tokens))
+        assert ids_of(stream) == [greedy(tokens, max_tokens)] * n

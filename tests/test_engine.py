@@ -147,6 +147,12 @@ def test_prompt_logprobs_are_the_same_cold_and_warm(engine: Engine) -> None:
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
+def test_the_logprobs_of_a_prompt_of_one_token_are_one_empty_entry(engine: Engine) -> None:
+    """LOGPROBS-1: nothing precedes it, so nothing is known of it."""
+    answer = engine.generate([7], max_tokens=1, prompt_logprobs=2)
+    assert answer.prompt_logprobs == (None,)
+
+
 def test_a_salt_is_a_cache_of_its_own(engine: Engine) -> None:
     """HASH-4: a salt is a field of the identity, not a string beside others."""
     ids = tokens(40, 4)
@@ -215,6 +221,30 @@ def test_a_request_that_runs_across_new_weights_publishes_nothing(llama: LoadedM
         answer = stream.result()
         assert len(answer.token_ids) == 200
         assert engine.cache.lookup([*ids, *answer.token_ids]) == 0
+
+
+def test_a_request_that_waits_starts_with_the_new_weights(llama: LoadedModel) -> None:
+    """ADMIN-1: whatever computes its KV, the old weights' cache is neither read nor written."""
+    loaded = load()
+    old = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    ids = tokens(40, 8)
+    ask: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with Engine(loaded, kv_memory=POOL, max_num_seqs=1) as engine:
+        before = engine.generate(ids[:30], **ask)
+        running = engine.stream_generate(tokens(5, 7), max_tokens=900, ignore_eos=True)
+        next(deltas := iter(running))
+        waiting = engine.stream_generate(ids, **ask)
+        engine.update_weights(tiny_models.build("llama", seed=9)[0].state_dict())
+        running.abort()
+        for _ in deltas:
+            pass
+        answer = waiting.result()
+        assert answer.usage.cached_tokens == 0
+        assert list(answer.token_ids) == by_transformers(load(seed=9), ids, 6)
+        assert engine.generate(ids, **ask).usage.cached_tokens == 39
+        engine.update_weights(old)
+        assert engine.cache.lookup(ids) == 30
+        assert engine.generate(ids[:30], **ask).token_ids == before.token_ids
 
 
 def test_what_cannot_be_served_is_refused_at_once(llama: LoadedModel) -> None:

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.service.engine.admission import MAX_SKIPS
+from radixkv.service.engine.request import Sequence
+from radixkv.service.engine.scheduler import Work
 from radixkv.service.engine.stream import Stream
 from tests.fake_model import Rig, greedy, ids_of
 
@@ -156,6 +158,32 @@ def test_a_cold_request_among_hot_ones_waits_a_bounded_number_of_admissions() ->
     assert 1 <= ahead <= MAX_SKIPS
 
 
+def test_nobody_is_passed_over_more_often_than_promised_in_one_step_either() -> None:
+    """SCHED-2: forty small requests come while one that needs most of the pool waits for room."""
+    rig = Rig(num_blocks=32, max_num_seqs=40, max_batch_tokens=400)
+    rig.submit(prompt(20, 1), 60)
+    rig.turn()
+    large = rig.submit(prompt(100, 2), 4)
+    small = [rig.submit(prompt(2, 100 + i), 1) for i in range(40)]
+    rig.run()
+    assert large.admitted_s is not None
+    ahead = [stream for stream in small if (stream.admitted_s or 0.0) < large.admitted_s]
+    assert len(ahead) == MAX_SKIPS
+
+
+def test_a_follower_is_not_passed_over_for_ever_while_it_waits_for_its_leader() -> None:
+    """SCHED-2 and SCHED-4."""
+    rig = Rig(num_blocks=256, max_num_seqs=64, max_batch_tokens=400)
+    rig.submit(prompt(40, 1), 2)
+    follower = rig.submit(prompt(40, 1), 2)
+    others = [rig.submit(prompt(3, 100 + i), 2) for i in range(40)]
+    rig.run()
+    assert follower.admitted_s is not None
+    ahead = [stream for stream in others if (stream.admitted_s or 0.0) < follower.admitted_s]
+    assert len(ahead) == MAX_SKIPS
+    assert follower.usage.cached_tokens == 39
+
+
 def test_more_work_than_blocks_finishes_all_the_same() -> None:
     """SCHED-1: requests that need three times the pool queue and preempt; none hangs."""
     rig = Rig(num_blocks=16, max_num_seqs=8)
@@ -186,6 +214,45 @@ def test_a_preempted_request_reports_what_was_cached_at_first_admission() -> Non
     assert cache.hit_tokens == 0 and cache.queried_tokens == 40
     assert counters.prompt_tokens_computed == 40
     assert counters.recomputed_tokens > 0
+
+
+def test_what_others_computed_while_a_request_was_preempted_is_counted_apart() -> None:
+    """METRICS-2: neither a hit, nor computed by it, nor lost; and the sum still holds."""
+    rig = Rig(num_blocks=9, max_batch_tokens=6, max_num_seqs=4)
+    rig.submit(prompt(24, 1)[:7], 9)
+    for length, max_tokens in ((6, 4), (12, 4), (16, 1)):
+        rig.submit(prompt(24, 1)[:length], max_tokens)
+        rig.turn()
+    rig.run()
+    counters = rig.core.counters
+    assert counters.prompt_tokens_found_later > 0
+    assert (
+        counters.prompt_tokens
+        == 41
+        == (
+            counters.prompt_tokens_cached
+            + counters.prompt_tokens_found_later
+            + counters.prompt_tokens_computed
+        )
+    )
+
+
+def test_a_copy_that_was_never_made_is_never_found() -> None:
+    """COW-1: a choice is preempted between the reservation of its own tail and the copy."""
+    rig = Rig()
+    stream = rig.submit(prompt(6, 1), 5, n=2, seed=3)
+    rig.turn()
+    scheduler = rig.core.scheduler
+    first, _ = scheduler.running
+    works: dict[Sequence, Work] = {}
+    assert scheduler._reserve(first, 1, works) == 1
+    assert works[first].copies
+    scheduler._preempt(first, works)
+    rig.run()
+    roomy = Rig()
+    expected = roomy.submit(prompt(6, 1), 5, n=2, seed=3)
+    roomy.run()
+    assert ids_of(stream) == ids_of(expected)
 
 
 def test_a_request_that_waits_holds_nothing() -> None:

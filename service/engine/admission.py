@@ -4,8 +4,8 @@ Knows sequences, token bytes and block counts; nothing of tensors, threads or ti
 
 Order: the longest cached prefix first, since its KV is cheapest now and may be evicted soon
 (RadixAttention, section 3). That alone starves cold requests, so each sequence counts how many
-later ones went ahead of it; at ``MAX_SKIPS`` it goes before everything younger, and if it has no
-room yet, nothing else is admitted until it has.
+later ones went ahead of it; at ``MAX_SKIPS`` it goes before everything younger, and while it cannot
+start, because it has no room or another computes its prefix, nothing younger is admitted.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Waiting:
     def remove(self, seq: Sequence) -> None:
         """Take ``seq`` out; raises ValueError if it does not wait."""
         self._queue.remove(seq)
+
+    @property
+    def overdue(self) -> Sequence | None:
+        """The oldest of those that were passed over as often as may be."""
+        return next((seq for seq in self._queue if seq.skipped >= MAX_SKIPS), None)
 
     def candidates(self, cache: PrefixCache) -> list[tuple[Sequence, int]]:
         """Sequences in the order in which to try them, with the tokens the cache has for each.

@@ -50,6 +50,9 @@ class Capacity:
 
             | shared whole blocks | rest of the prompt + output | x n      the last token drawn
             |                     |                             |          never gets a KV entry
+
+        So the first token needs no more than the prompt, whatever ``n``: it is drawn from logits
+        that the choices share.
         """
         room = self.max_model_len - prompt_tokens
         if room < (params.max_tokens or 1):
@@ -62,11 +65,9 @@ class Capacity:
         size = self.block_size
         shared = prompt_tokens // size
         own = (self.num_blocks - shared) // params.n
-        most = (shared + own) * size - prompt_tokens + 1
+        most = max(1, (shared + own) * size - prompt_tokens + 1)
         wanted = min(room, most) if params.max_tokens is None else params.max_tokens
-        if not 1 <= wanted <= most:
-            each = -(-(prompt_tokens + max(wanted, 1) - 1 - shared * size) // size)
-            raise NeverFits(
-                need_blocks=shared + params.n * max(each, 1), capacity_blocks=self.num_blocks
-            )
+        if wanted > most:
+            each = -(-(prompt_tokens + wanted - 1 - shared * size) // size)
+            raise NeverFits(need_blocks=shared + params.n * each, capacity_blocks=self.num_blocks)
         return wanted

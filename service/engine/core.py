@@ -199,9 +199,9 @@ class EngineCore:
                 seq.publish()
             wanted = _logit_rows(work, ends)
             prompt_logprobs = request.prompt_logprobs
-            if prompt_logprobs is not None and not prompt_logprobs.complete:
+            if prompt_logprobs is not None and request.stream.prompt_logprobs is None:
                 prompt_logprobs.add(start, logits[row : row + len(wanted)])
-                if prompt_logprobs.complete:
+                if prompt_logprobs.complete:  # at once, where the prompt is a single token
                     request.stream.prompt_logprobs = prompt_logprobs.result()
             row += len(wanted)
             if ends:
@@ -222,6 +222,7 @@ class EngineCore:
         if self._dead:
             self._fail(request, self._death())
             return
+        request.identity = request.identify()
         request.sequences.append(self._choice(request, 0))
         self.scheduler.add(request.sequences[0])
 
@@ -319,10 +320,15 @@ class EngineCore:
                 ]
             )
 
-    def disown_running(self) -> None:
-        """What the running requests have computed belongs to no identity from now on (ADMIN-2)."""
+    def weights_changed(self) -> None:
+        """What the running requests have computed belongs to no identity from now on (ADMIN-2).
+
+        Those that hold nothing start with the new weights, and so under their identity.
+        """
         for request in self._requests.values():
-            request.may_publish = False
+            request.may_publish = all(seq.table is None for seq in request.sequences)
+            if request.may_publish:
+                request.identity = request.identify()
 
     def report(self, violations: list[str]) -> None:
         """A broken invariant is counted and logged; it does not stop the service (LEAK-2)."""

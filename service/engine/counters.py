@@ -18,8 +18,9 @@ class EngineStats:
     """A snapshot taken between two steps. Tokens and blocks; counters are since the start.
 
     For requests that were admitted: ``prompt_tokens_total == prompt_tokens_cached_total +
-    prompt_tokens_computed_total`` once their prefill is done; what a preemption made us compute
-    again is in ``recomputed_tokens_total`` and nowhere else (METRICS-2).
+    prompt_tokens_found_later_total + prompt_tokens_computed_total`` once their prefill is done;
+    what a preemption made us compute again is in ``recomputed_tokens_total`` and nowhere else
+    (METRICS-2).
     """
 
     num_running: int
@@ -37,6 +38,8 @@ class EngineStats:
     failed_total: int
     prompt_tokens_total: int
     prompt_tokens_cached_total: int
+    prompt_tokens_found_later_total: int
+    """Computed by others while the request was preempted in the middle of its prompt."""
     prompt_tokens_computed_total: int
     recomputed_tokens_total: int
     generation_tokens_total: int
@@ -62,6 +65,7 @@ class Counters:
         self.failed = 0
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
+        self.prompt_tokens_found_later = 0
         self.prompt_tokens_computed = 0
         self.recomputed_tokens = 0
         self.generation_tokens = 0
@@ -72,24 +76,28 @@ class Counters:
     def note_start(self, seq: Sequence) -> None:
         """``seq`` was admitted; only the first admission of a request says what was cached."""
         request = seq.request
-        if request.cached_tokens is not None:
-            return
         assert seq.table is not None
-        request.cached_tokens = seq.table.cached_tokens
-        request.stream.admitted_s = time.monotonic()
-        self.prompt_tokens += len(request.prompt_ids)
-        self.prompt_tokens_cached += request.cached_tokens
+        found = seq.table.cached_tokens
+        if request.cached_tokens is None:
+            request.cached_tokens = found
+            request.stream.admitted_s = time.monotonic()
+            self.prompt_tokens += len(request.prompt_ids)
+            self.prompt_tokens_cached += found
+        else:
+            later = min(found, len(request.prompt_ids)) - seq.high
+            self.prompt_tokens_found_later += max(0, later)
+        seq.high = max(seq.high, found)
 
     def note_computed(self, seq: Sequence, start: int, stop: int) -> None:
         """The KV of positions [start, stop) of ``seq`` was computed.
 
-        0 ....... computed_high ....... prompt ....... stop
-        |  recomputed  |  new prompt      |  generated
+        0 ........... high .......... prompt ....... stop
+        |  recomputed  |  new prompt  |  generated
         """
-        self.recomputed_tokens += max(0, min(stop, seq.computed_high) - start)
-        new = max(start, seq.computed_high)
+        self.recomputed_tokens += max(0, min(stop, seq.high) - start)
+        new = max(start, seq.high)
         self.prompt_tokens_computed += max(0, min(stop, len(seq.request.prompt_ids)) - new)
-        seq.computed_high = max(seq.computed_high, stop)
+        seq.high = max(seq.high, stop)
 
     def snapshot(self, *, num_running: int, num_waiting: int, cache: CacheStats) -> EngineStats:
         """Freeze the counts."""
@@ -107,6 +115,7 @@ class Counters:
             failed_total=self.failed,
             prompt_tokens_total=self.prompt_tokens,
             prompt_tokens_cached_total=self.prompt_tokens_cached,
+            prompt_tokens_found_later_total=self.prompt_tokens_found_later,
             prompt_tokens_computed_total=self.prompt_tokens_computed,
             recomputed_tokens_total=self.recomputed_tokens,
             generation_tokens_total=self.generation_tokens,

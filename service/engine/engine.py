@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -227,7 +228,7 @@ class Engine:
                 arrival=next(self._arrivals),
                 prompt_ids=stream.prompt_token_ids,
                 prompt_bytes=encode(prompt_token_ids),
-                identity=self._identity(salt),
+                identify=partial(self._identity, salt),
                 params=params,
                 max_tokens=max_tokens,
                 entropy=secrets.randbits(64),
@@ -277,11 +278,11 @@ class Engine:
                     raise InvalidRequest(
                         f"weight {name!r} has shape {tuple(tensor.shape)}; wanted {wanted}"
                     )
-            self._core.disown_running()
             with torch.no_grad():
                 for name, tensor in weights.items():
                     state[name].copy_(tensor)
             self._model.weights_changed()
+            self._core.weights_changed()
 
         self._core.call(swap).result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,7 +28,8 @@ class Request:
     """Position in the order of arrival; preemption takes the latest first."""
     prompt_ids: tuple[int, ...]
     prompt_bytes: bytes
-    identity: CacheIdentity
+    identify: Callable[[], CacheIdentity]
+    """Says under what its KV may be shared; the answer changes with the model's weights."""
     params: SamplingParams
     max_tokens: int
     """Tokens a choice may generate: what was asked, cut to what context and pool allow."""
@@ -36,6 +38,8 @@ class Request:
     sampling_prompt: Prompt
     """The prompt as the samplers of all choices see it, digested once."""
     stream: Stream
+    identity: CacheIdentity = field(init=False)
+    """The answer for the weights that compute it; given by the engine thread."""
     prompt_logprobs: PromptLogprobs | None = None
     sequences: list[Sequence] = field(default_factory=list)
     """The choices that are not finished; one until the prompt is computed, then ``n``."""
@@ -77,8 +81,8 @@ class Sequence:
     ids: list[int]
     """The same tokens as numbers, for batches."""
     table: BlockTable | None = None
-    computed_high: int = 0
-    """Most tokens that ever had their KV computed; what is below and computed again was lost."""
+    high: int = 0
+    """Most tokens whose KV it ever had; what is below and computed again was lost."""
     skipped: int = 0
     """How many sequences that came later were admitted before this one."""
     preemptions: int = 0

@@ -18,7 +18,6 @@ from radixkv.blocks import BlockCopy
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks
 from radixkv.service.engine.admission import (
-    MAX_SKIPS,
     Waiting,
     blocks_for,
     has_room,
@@ -99,7 +98,7 @@ class Scheduler:
         request.forked = True
         for seq in born:
             seq.table = first.table.fork()
-            seq.computed_high = first.computed_high
+            seq.high = first.high
             request.sequences.append(seq)
         at = self.running.index(first) + 1
         self.running[at:at] = born
@@ -147,8 +146,9 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, works: dict[Sequence, Work]) -> None:
         assert seq.table is not None
-        works.pop(seq, None)
-        seq.publish(tail=True)
+        work = works.pop(seq, None)
+        # A tail that waits for its copy is not there yet.
+        seq.publish(tail=work is None or not work.copies)
         seq.table.release()
         seq.table = None
         seq.preemptions += 1
@@ -162,19 +162,21 @@ class Scheduler:
         if places <= 0:
             return
         growth = sum(map(self._growth, self.running))
+        overdue = self.waiting.overdue
         for seq, cached in self.waiting.candidates(self.cache):
             if budget == 0 or places <= 0:
                 return
+            if overdue is not None and overdue.order < seq.order:
+                return  # its turn has come: nobody younger goes ahead
             if self._share and self._leader(seq, cached) is not None:
                 continue
             table = self._try_open(seq, cached, growth, places)
             if table is None:
-                if seq.skipped >= MAX_SKIPS:
-                    return  # its turn has come: nobody goes ahead until it has room
                 continue
             self.waiting.remove(seq)
             self._start(seq, table)
             self.waiting.note_admitted(seq)
+            overdue = self.waiting.overdue
             places -= 1 + seq.request.unborn
             budget -= self._reserve(seq, min(seq.remaining, budget), works)
             if seq.table is not None:
