@@ -133,8 +133,8 @@ class CacheAgainstModel(RuleBasedStateMachine):
 
 TestCacheAgainstModel = CacheAgainstModel.TestCase
 TestCacheAgainstModel.settings = settings(
-    max_examples=60,
-    stateful_step_count=30,
+    max_examples=200,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
