@@ -164,7 +164,7 @@ class PrefixCache:
             ids = np.frombuffer(bytearray().join([*runs, last, bytes(8 * spare)]), _INT64)
             num_blocks = num_whole + 1
         self.tree.hold(ids[:num_blocks])
-        place = (node, num_whole, False, source is None)
+        place = (node, num_whole, False)
         return Lease(self, identity, ids, num_blocks, cached, place, counted)
 
     def lookup(

@@ -36,7 +36,6 @@ class BlockTable:
 
     __slots__ = (
         "_cache",
-        "_forked",
         "_held",
         "_ids",
         "_len",
@@ -62,7 +61,6 @@ class BlockTable:
         self._len = num_blocks
         self._held: list[int] = []  # sources of copies that the device has yet to make
         self._place = place  # of the published part
-        self._forked = False
         self.identity = identity
         self.num_tokens = num_tokens
         self.cached_tokens = num_tokens
@@ -131,9 +129,6 @@ class BlockTable:
             return []
         if first > at:
             self._ids[at] = tree.take_one()
-        if not self._forked:
-            node, num_published, moved, _ = self._place
-            self._place = (node, num_published, moved, True)
         return [self._copy(source, self._ids.item(at), num_valid)]
 
     def _copy(self, source: int, target: int, num_valid: int) -> BlockCopy:
@@ -162,7 +157,8 @@ class BlockTable:
 
         ``tokens`` are the sequence's, at least that many. Where equal blocks are resident the table
         is pointed at them and its own are freed. With ``tail`` the tokens behind the last whole
-        block are shared too. O(what is new), plus a memcmp of the rest in the worst case.
+        block are shared too, unless their block is a copy that the device has yet to make. O(what
+        is new), plus a memcmp of the rest in the worst case.
         """
         if self.released:
             raise ValueError(_RELEASED)
@@ -179,7 +175,7 @@ class BlockTable:
                 self.identity, tokens, self._ids[:num_whole], self.num_published, self._place
             )
             self.num_published = self._place[1]
-        if tail and rest and self.num_published == num_whole:
+        if tail and rest and self.num_published == num_whole and not self._held:
             end = 4 * self.num_tokens
             key = tokens if len(tokens) == end else tokens[:end]
             cache.tree.insert_tail(self.identity, key, self._ids[: num_whole + 1], self._place)
@@ -191,10 +187,7 @@ class BlockTable:
         ids = self._ids[: -(-self.num_tokens // self._cache.block_size)].copy()
         if len(ids):
             self._cache.pool.share(ids)
-        node, num_published, moved, _ = self._place
-        self._place = (node, num_published, moved, False)
         twin = BlockTable(self._cache, self.identity, ids, len(ids), self.num_tokens, self._place)
-        self._forked = twin._forked = True
         twin.cached_tokens = self.cached_tokens
         return twin
 
@@ -212,8 +205,7 @@ class BlockTable:
         published = self.num_published
         if published > num_tokens // size:
             self.num_published = num_tokens // size
-            _, _, moved, alone = self._place
-            self._place = (None, self.num_published, moved, alone)
+            self._place = (None, self.num_published, self._place[2])
         if gone.size:
             self._cache.tree.release(gone, max(published - keep, 0))
 

@@ -18,16 +18,15 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.nodes import MAX_EDGE_BYTES, NOTHING, Match, Node, Root, match
 from radixkv.tokens import TOKEN_BYTES, common_bytes
 
-Place: TypeAlias = "tuple[Node | None, int, bool, bool]"
+Place: TypeAlias = "tuple[Node | None, int, bool]"
 """Where a table's blocks lie in the tree, from one insert to the next.
 
 node        the node that ends with the last of them, if one does: saves the next insert a walk
 num_blocks  how many are in
 moved       whether any was replaced by a resident one, so that forks may hold others
-alone       whether nobody else can hold its own blocks: it has no fork, and no source of a copy
 """
 
-NO_PLACE: Place = (None, 0, False, True)
+NO_PLACE: Place = (None, 0, False)
 
 _FEW = 4  # blocks up to which numpy costs more than it saves
 
@@ -131,7 +130,7 @@ class RadixTree:
         them, which would break the tree's invariant; so there the insert ends at the first block
         that others hold, and goes on when it is tried again and they have let go.
         """
-        hint, _, moved, alone = before
+        hint, _, moved = before
         stride = self.stride
         end = len(ids) * stride
         node: Node
@@ -147,7 +146,7 @@ class RadixTree:
                     end = at + self._num_own(ids[first:]) * stride
                     if end == at:
                         break
-                node = self._attach(node, tokens[at:end], ids[first : end // stride], alone)
+                node = self._attach(node, tokens[at:end], ids[first : end // stride])
                 at = end
                 break
             size = len(child.key)
@@ -165,11 +164,11 @@ class RadixTree:
             if shared == size:
                 node = child
             elif at == end:
-                return None, at // stride, moved, alone
+                return None, at // stride, moved
             else:
                 node = child.split(shared // stride, stride)
                 self.num_nodes += 1
-        return node, at // stride, moved, alone
+        return node, at // stride, moved
 
     def insert_tail(
         self, identity: CacheIdentity, tokens: bytes, ids: BlockIds, before: Place
@@ -181,7 +180,7 @@ class RadixTree:
         """
         num_whole = len(ids) - 1
         tail = tokens[num_whole * self.stride :]
-        hint, _, moved, alone = before
+        hint, _, moved = before
         if moved and not self._num_own(ids[-1:]):
             return
         node, offset = self._find(identity, tokens, ids[:num_whole], hint)
@@ -194,7 +193,7 @@ class RadixTree:
             after = node.order.around(tail)[1]
             if after is not None and after.startswith(tail):
                 return
-        self._attach(node, tail, ids[-1:], alone)
+        self._attach(node, tail, ids[-1:])
 
     def _num_own(self, ids: BlockIds) -> int:
         """Return how many of ``ids`` come before the first that has other holders."""
@@ -233,7 +232,7 @@ class RadixTree:
                 f"this cache of {self.block_size}"
             )
 
-    def _attach(self, node: Node, key: bytes, ids: BlockIds, alone: bool) -> Node:
+    def _attach(self, node: Node, key: bytes, ids: BlockIds) -> Node:
         """Let the path to ``node`` go on with ``key``, which none of its children begins with."""
         stride = self.stride
         if node.order is not None and node.order.num_short:
@@ -245,10 +244,7 @@ class RadixTree:
                 self.leaves.discard(tail)
                 tail.unlink(stride)
                 self.num_nodes -= 1
-        if alone:
-            self.pool.counts[ids] = 2
-        else:
-            self.pool.counts[ids] += 1
+        self.pool.counts[ids] += 1
         self.cached[ids] = True
         self.num_blocks += len(ids)
         self.num_published += len(ids)

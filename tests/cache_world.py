@@ -214,7 +214,7 @@ class World:
         self.observe()
         s.table.publish(encode(s.tokens), tail=tail)
         self.observe()
-        if not s.forked:  # what forks hold too may have to wait until they let go
+        if not s.forked and not s.copies:  # what forks hold too may have to wait until they let go
             assert self.longest(s.who, s.tokens[:n]) >= (n if tail else n - n % self.size)
 
     def fork(self, s: Sequence) -> None:

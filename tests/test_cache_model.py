@@ -83,10 +83,10 @@ class CacheAgainstModel(RuleBasedStateMachine):
         if publish is not None:
             self.world.publish(s, tail=publish)
 
-    @if_quiet
+    @if_any
     @rule(choice=choices, tail=st.booleans())
     def publish(self, choice: int, tail: bool) -> None:
-        s = self.world.pick(choice, reserved=False)
+        s = self.world.pick(choice)
         assert s is not None
         self.world.publish(s, tail)
 
@@ -161,6 +161,7 @@ def wander(seed: int, steps: int) -> World:
         choice = rng.randrange(100)
         quiet = world.pick(choice, reserved=False)
         waiting = world.pick(choice, reserved=True)
+        some = world.pick(choice)
         match rng.choices(range(11), weights)[0]:
             case 0 if len(world.sequences) < 4:
                 stage = rng.choice([0, 1, 2, 3, 4, 4, 4, 4])
@@ -175,14 +176,14 @@ def wander(seed: int, steps: int) -> World:
                 world.reserve(quiet, rng.randrange(20), text())
             case 5 if waiting:
                 world.compute(waiting)
-            case 6 if quiet:
-                world.publish(quiet, rng.random() < 0.5)
+            case 6 if some:
+                world.publish(some, rng.random() < 0.5)
             case 7 if quiet and len(world.sequences) < 6:
                 world.fork(quiet)
             case 8 if quiet:
                 world.truncate(quiet, rng.randrange(50))
-            case 9 if world.sequences:
-                world.abort(world.sequences[choice % len(world.sequences)], rng.random() < 0.5)
+            case 9 if some:
+                world.abort(some, rng.random() < 0.5)
             case 10:
                 world.press(rng.randint(1, 4))
             case _:

@@ -273,6 +273,39 @@ def test_a_table_frees_everything_at_every_stage() -> None:
         assert cache.check() == []
 
 
+def test_a_copy_that_is_yet_to_be_made_is_not_published() -> None:
+    """CORRECT-3: the target holds nothing until the device has run."""
+    cache = PrefixCache(8, SIZE)
+    with begin(cache, []) as table:
+        fill(table, 4)
+        table.publish(encode([1, 2, 3, 4]))
+    table = begin(cache, [1, 2, 3, 9])
+    assert len(table.reserve(1)) == 1
+    cache.tree.evict(0)
+    before = cache.cached_blocks
+    table.publish(encode([1, 2, 3, 9]), tail=True)
+    assert cache.cached_blocks == before
+    table.truncate(2)
+    table.publish(encode([1, 2]), tail=True)
+    assert cache.cached_blocks == before and cache.check() == []
+
+
+def test_who_waits_to_copy_a_published_tail_is_counted_when_the_tree_has_let_it_go() -> None:
+    cache = PrefixCache(8, SIZE)
+    table = begin(cache, [])
+    fill(table, 2)
+    table.publish(encode([1, 2]), tail=True)
+    waiting = begin(cache, [1, 2, 7])
+    with begin(cache, [1, 2, 3, 9]) as longer:
+        fill(longer, 1)
+        longer.publish(encode([1, 2, 3]), tail=True)
+    cache.tree.evict(1)  # the longer one, which had taken the place of ours
+    table.publish(encode([1, 2]), tail=True)
+    assert cache.pool.counts[table.blocks[0]] == 3 and cache.check() == []
+    waiting.release()
+    assert cache.check() == []
+
+
 def test_a_parent_that_was_never_let_go_queues_when_it_becomes_a_leaf() -> None:
     cache = PrefixCache(3, SIZE)
     table = begin(cache, [])

@@ -258,11 +258,11 @@ def test_a_fork_that_holds_duplicates_keeps_its_blocks_out() -> None:
     resident = f.insert("aa")
     tokens = encode([ord(c) for c in "aabb"])
     mine = ids.copy()
-    node, num_blocks, moved, _ = f.tree.insert(MODEL, tokens, mine, 0, (None, 0, False, False))
+    node, num_blocks, moved = f.tree.insert(MODEL, tokens, mine, 0, (None, 0, False))
     assert (num_blocks, moved) == (1, True) and mine[0] == resident[0]
     f.check([*mine.tolist(), *ids.tolist()])
     f.tree.release(ids, 0)  # the other lets go, and then it may go in
-    f.tree.insert(MODEL, tokens, mine, 1, (node, 1, True, False))
+    f.tree.insert(MODEL, tokens, mine, 1, (node, 1, True))
     assert f.edges() == ["aabb"]
     f.check(mine.tolist())
 
