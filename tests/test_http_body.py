@@ -76,6 +76,8 @@ def test_what_is_no_proper_json_is_refused_with_the_reason(raw: bytes, words: st
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"n": 129}, "n", "128"),
         ({"seed": 2**70}, "seed", "less than"),
+        ({"top_k": 2**63}, "top_k", "2147483647"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty", "0.01"),
         ({"stop": [""]}, "stop", "not empty"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": {"a": 1}}, "stop", "list of strings"),

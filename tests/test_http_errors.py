@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +101,33 @@ def test_an_unknown_route_and_a_wrong_method_are_json(server: RunningServer) -> 
     answer = server.ask("GET", CHAT)
     assert error_of(answer, 405)["code"] == "method_not_allowed"
     assert answer[1]["Allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00 this is TLS\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"secret" * 2000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n6\r\nsecret\r\nsecret\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Encoding: gzip\r\nContent-Length: 6\r\nConnection: close\r\n\r\nsecret",
+    ],
+)
+def test_what_is_no_http_is_a_400_in_json_and_stays_out_of_the_log(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        sock.sendall(sent)
+        head, _, body = b"".join(iter(lambda: sock.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0]
+    reply = json.loads(body)
+    assert TypeAdapter(ErrorReply).validate_python(reply, strict=True) == reply
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(

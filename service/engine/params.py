@@ -60,11 +60,12 @@ class SamplingParams:
             need(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         need(0.0 <= self.temperature <= 2.0, "temperature", "0 to 2")
         need(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
-        need(self.top_k >= 0, "top_k", "0 (off) or more")
+        need(0 <= self.top_k < 2**31, "top_k", "0 (off) to 2147483647")
         need(0.0 <= self.min_p <= 1.0, "min_p", "0 to 1")
         need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "-2 to 2")
         need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "-2 to 2")
-        need(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0, at most 10")
+        # Less would carry logits, which are divided by it, out of float32.
+        need(0.01 <= self.repetition_penalty <= 10.0, "repetition_penalty", "0.01 to 10")
         need(1 <= self.n <= MAX_CHOICES, "n", f"1 to {MAX_CHOICES}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

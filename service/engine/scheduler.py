@@ -146,9 +146,8 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, works: dict[Sequence, Work]) -> None:
         assert seq.table is not None
-        work = works.pop(seq, None)
-        # A tail that waits for its copy is not there yet.
-        seq.publish(tail=work is None or not work.copies)
+        works.pop(seq, None)
+        seq.publish(tail=True)
         seq.table.release()
         seq.table = None
         seq.preemptions += 1

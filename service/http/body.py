@@ -36,6 +36,8 @@ async def read_body(request: web.Request, model: type[Model]) -> Model:
     try:
         async with asyncio.timeout(_READ_TIMEOUT_S):
             raw = await request.read()
+    except web.RequestPayloadError:
+        raise InvalidRequest("the body broke off, or is not encoded as its headers say") from None
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {_READ_TIMEOUT_S:.0f} s") from None
     if len(raw) <= _INLINE_BYTES:

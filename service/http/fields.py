@@ -72,7 +72,7 @@ class GenerationFields(Strict):
     # vLLM's extensions, under its names
     top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps every token.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=256)

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from radixkv.errors import InvalidConfig
 from radixkv.service.http.app import build_app
+from radixkv.service.http.protocol import Protocol
 from radixkv.service.http.serving import Serving
 
 if TYPE_CHECKING:
@@ -73,23 +74,27 @@ class HttpServer:
         self._runner = web.AppRunner(
             build_app(serving, max_body=max_body),
             handler_cancellation=True,
-            access_log=None,
             shutdown_timeout=_LAST_WORDS_S,
         )
         self._sock = sock
-        self._site: web.SockSite | None = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Begin to accept connections."""
         await self._runner.setup()
-        self._site = web.SockSite(self._runner, self._sock)
-        await self._site.start()
+        manager, loop = self._runner.server, asyncio.get_running_loop()
+        assert manager is not None
+        self._listener = await loop.create_server(
+            lambda: Protocol(manager, loop=loop, access_log=None),  # type: ignore[arg-type]  # off
+            sock=self._sock,
+            backlog=128,
+        )
 
     async def stop(self, timeout_s: float) -> bool:
         """Accept no more, let requests in flight end, abort what is left; True if all ended."""
-        assert self._site is not None
+        assert self._listener is not None
         self.serving.draining = True
-        await self._site.stop()
+        self._listener.close()
         ended = await self.serving.wait_idle(timeout_s)
         if not ended:
             for stream in list(self.serving.active):
