@@ -32,7 +32,6 @@ class Sequence:
     tokens: list[int]
     reserved: int | None = None
     copies: list[BlockCopy] = field(default_factory=list)
-    forked: bool = False
 
 
 class World:
@@ -212,16 +211,17 @@ class World:
         ends = [*range(self.size, n + 1, self.size), *([n] if tail and n % self.size else [])]
         self.published |= {(s.who, *s.tokens[:end]) for end in ends}
         self.observe()
+        own = s.table.blocks[s.table.num_published :]
+        shared = bool((self.cache.pool.counts[own] > 1).any())
         s.table.publish(encode(s.tokens), tail=tail)
         self.observe()
-        if not s.forked and not s.copies:  # what forks hold too may have to wait until they let go
+        if not shared and not s.copies:  # what others hold too may have to wait until they let go
             assert self.longest(s.who, s.tokens[:n]) >= (n if tail else n - n % self.size)
 
     def fork(self, s: Sequence) -> None:
         twin = s.table.fork()
         assert twin.blocks.tolist() == s.table.blocks[: twin.num_blocks].tolist()
-        s.forked = True
-        self.sequences.append(Sequence(s.who, twin, s.tokens[: twin.num_tokens], forked=True))
+        self.sequences.append(Sequence(s.who, twin, s.tokens[: twin.num_tokens]))
 
     def truncate(self, s: Sequence, n: int) -> None:
         n = min(n, s.table.num_tokens)
