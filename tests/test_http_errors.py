@@ -193,6 +193,16 @@ def test_the_callers_request_id_comes_back_unless_it_is_unsafe(server: RunningSe
         assert echoed(unsafe).startswith("req-")
 
 
+def test_more_prompts_than_the_queue_could_ever_take_are_a_400() -> None:
+    """SCHED-1: coming back later would not help."""
+    with running_server(max_num_seqs=2, max_queue=2) as server:
+        body: dict[str, Any] = {"prompt": [[5]] * 5, "max_tokens": 1}
+        error = error_of(server.ask("POST", "/v1/completions", body), 400)
+        assert error["param"] == "prompt" and "at most 4" in error["message"]
+        for fits in ({"prompt": [[5]] * 4}, {"prompt": [5], "n": 6}):
+            assert server.ask("POST", "/v1/completions", body | fits)[0] == 200
+
+
 def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     with running_server(max_num_seqs=1, max_queue=0) as server:
         holder = server.client()

@@ -33,6 +33,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
     serving.check_model(body.model)
     params = body.sampling()
+    serving.check_choices(len(body.prompts), params.n)
     for prompt in body.prompts:
         serving.check_length(prompt, "prompt")
     prompts = await serving.tokenize(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from radixkv.errors import ContextTooLong, RadixKVError
+from radixkv.errors import ContextTooLong, InvalidRequest, RadixKVError
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
 from radixkv.service.http.messages import Message
@@ -83,6 +83,20 @@ class Serving:
         served = self.engine.model_name
         if name is not None and name not in ("", "default", served):
             raise ModelNotFound(name, served)
+
+    def check_choices(self, num_prompts: int, n: int) -> None:
+        """Refuse a list of prompts that the queue could never take whole: waiting would not help.
+
+        A single prompt is taken whatever its ``n``, once nothing else is in flight.
+        """
+        config = self.engine.config
+        limit = max(n, config.max_num_seqs + config.max_queue)
+        if num_prompts * n > limit:
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n={n} make {num_prompts * n} choices; at most {limit} "
+                "may run or wait on this server",
+                param="prompt",
+            )
 
     def check_length(self, prompt: str | Sequence[int], param: str) -> None:
         """Raise ContextTooLong for a prompt that cannot fit, before much time is spent on it.
