@@ -38,8 +38,10 @@ serve: $(VENV)/.installed
 chat: $(VENV)/.installed
 	$(BIN)/radixkv chat $(ARGS)
 
+# Two workers, a file at a time, one compute thread each: threads that wait for each other on a busy
+# machine cost more than they bring on tests this small.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile $(ARGS)
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m soak $(ARGS)
