@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from radixkv.service.engine.fusing import ProjectionPart, merge_projections
+from radixkv.service.engine.fusing import ProjectionPart, join_norms, merge_projections
 from tests import tiny_models
 
 
@@ -21,6 +21,22 @@ def test_a_merged_model_gives_the_same_logits(arch: str) -> None:
     with torch.inference_mode():
         expected, got = model(ids).logits, merged(ids).logits
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("arch", "norms"), [("llama", 5), ("qwen3", 9), ("gemma3", 0)])
+def test_norms_of_one_call_give_the_same_logits(arch: str, norms: int) -> None:
+    model, _ = tiny_models.build(arch)
+    joined = copy.deepcopy(model)
+    assert join_norms(joined) == norms
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        expected, got = model(ids).logits, joined(ids).logits
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_norms_keep_their_rounding() -> None:
+    model, _ = tiny_models.build("llama", dtype=torch.bfloat16)
+    assert join_norms(model) == 0
 
 
 def test_names_and_values_stay_and_writing_one_reaches_the_product() -> None:
