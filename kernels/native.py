@@ -45,6 +45,7 @@ def load_library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(build(default_folder())))
         library.radixkv_decode.restype = None
         library.radixkv_write.restype = ctypes.c_int64
+        library.radixkv_linear.restype = None
         return library
     except (OSError, AttributeError) as e:
         raise NativeUnavailable(f"the compiled CPU kernels cannot be loaded: {e}") from e

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from radixkv.service.engine.fusing import ProjectionPart, join_norms, merge_projections
+from radixkv.service.engine.fusing import (
+    ProjectionPart,
+    join_norms,
+    merge_projections,
+    use_kernels,
+)
 from tests import tiny_models
 
 
@@ -31,6 +36,18 @@ def test_norms_of_one_call_give_the_same_logits(arch: str, norms: int) -> None:
     ids = torch.arange(3, 40)[None]
     with torch.inference_mode():
         expected, got = model(ids).logits, joined(ids).logits
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
+def test_one_row_through_our_kernels_gives_the_same_logits(arch: str) -> None:
+    model, _ = tiny_models.build(arch)
+    ours = copy.deepcopy(model)
+    merge_projections(ours)
+    assert use_kernels(ours) == 2 * model.config.num_hidden_layers + 1
+    ids = torch.tensor([[7]])
+    with torch.inference_mode():
+        expected, got = model(ids).logits, ours(ids).logits
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from radixkv.kernels.linear import linear
+
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that transformers' decoders always call with one and the same tensor."""
 
@@ -62,7 +64,7 @@ class MergedProjection:
         """Multiply ``x`` by the whole weight, once for all parts that ask with the same tensor."""
         if x is not self._input or self._output is None:
             self._input = x
-            self._output = nn.functional.linear(x, self._weight, self._bias)
+            self._output = linear(x, self._weight, self._bias)
             self._wanted = self.num_parts
         output = self._output
         self._wanted -= 1
@@ -88,6 +90,24 @@ class ProjectionPart(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Take this part's columns of the merged product; a view."""
         return self._merged.product(input)[..., self._start : self._stop]
+
+
+class FewRowsLinear(nn.Linear):
+    """A linear layer that asks our kernels first. Plain ones become this class in place."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weight."""
+        return linear(input, self.weight, self.bias)
+
+
+def use_kernels(model: nn.Module) -> int:
+    """Let the plain linear layers of ``model`` use our kernels; returns how many do."""
+    found = 0
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FewRowsLinear
+            found += 1
+    return found
 
 
 def merge_projections(model: nn.Module) -> int:

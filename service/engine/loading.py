@@ -20,7 +20,7 @@ from radixkv.service.engine.attention import (
     use_paged_attention,
 )
 from radixkv.service.engine.fingerprints import Fingerprints
-from radixkv.service.engine.fusing import join_norms, merge_projections
+from radixkv.service.engine.fusing import join_norms, merge_projections, use_kernels
 from radixkv.service.engine.probe import refuse_if_inexact
 from radixkv.service.engine.resolving import resolve_model
 from radixkv.service.engine.support import inspect_model
@@ -132,6 +132,7 @@ def load_model(
     tokenizer = _load_tokenizer(path)
     model = _load_weights(path, precision, where)
     merge_projections(model)
+    use_kernels(model)
     join_norms(model)
     return LoadedModel.from_model(model, tokenizer, name=name, path=path)
 
