@@ -1,4 +1,4 @@
-"""The arithmetic of ``quant`` as functions for Triton kernels: integers only, alike on every target.
+"""The arithmetic of ``quant`` as functions for Triton kernels, with the same bits on every target.
 
 The type of what a kernel loads says what it is: int8, or uint8 for e4m3fn (a float8 pool goes in as
 ``quant.stored``), or a float type, which needs no scale.
@@ -41,10 +41,7 @@ def quantise_rows(x, code: tl.constexpr):
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     scaled = tl.where(finite[:, None], x * inverse[:, None], 0.0)
     scaled = tl.minimum(tl.maximum(scaled, -limit), limit)
-    if code == tl.int8:
-        codes = _nearest_int(scaled)
-    else:
-        codes = _nearest_e4m3(scaled)
+    codes = _nearest_int(scaled) if code == tl.int8 else _nearest_e4m3(scaled)
     return codes.to(code), scale
 
 
