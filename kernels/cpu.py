@@ -8,7 +8,7 @@ processor's best there.
 import torch
 
 from radixkv.kernels.features import Features
-from radixkv.kernels.native_decode import decode_native, supports
+from radixkv.kernels.native_attention import attend_native, supports
 from radixkv.kernels.plan import AttentionPlan
 from radixkv.kernels.torch_decode import decode_torch
 from radixkv.kernels.torch_prefill import prefill_torch
@@ -25,9 +25,11 @@ def paged_attention_torch(
 ) -> torch.Tensor:
     """Attend as ``paged_attention`` says, on any device torch knows."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if native and supports(q, k_pool_layer):
+        attend_native(q, k_pool_layer, v_pool_layer, plan, features, out)
+        return out
     if len(plan.decode_seqs):
-        decode = decode_native if native and supports(q, k_pool_layer) else decode_torch
-        decode(q, k_pool_layer, v_pool_layer, plan, features, out)
+        decode_torch(q, k_pool_layer, v_pool_layer, plan, features, out)
     if len(plan.prefill_seqs):
         prefill_torch(q, k_pool_layer, v_pool_layer, plan, features, out)
     return out

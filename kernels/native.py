@@ -43,7 +43,9 @@ def load_library() -> ctypes.CDLL:
     """
     try:
         library = ctypes.CDLL(str(build(default_folder())))
-        library.radixkv_decode.restype = None
+        library.radixkv_attend.restype = None
+        library.radixkv_attend_scratch.restype = ctypes.c_int64
+        library.radixkv_check_tables.restype = ctypes.c_int64
         library.radixkv_write.restype = ctypes.c_int64
         library.radixkv_linear.restype = None
         return library

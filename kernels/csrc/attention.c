@@ -1,0 +1,412 @@
+/* Paged attention of one step: who reads which unit of keys, on which thread.
+
+   Few rows read keys and values where they lie; many rows share a tile that is brought to float32
+   once. Both give a row the same bits (attention_rows.h). Knows slots and strides; nothing of layers
+   or models. */
+
+#include "attention.h"
+
+#include "attention_rows.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num(void) { return 0; }
+#endif
+
+enum {
+    PART = 16,         /* tokens that few rows read at a time for all heads; a multiple of 4 */
+    FEW = 6,           /* rows of one key head that read in place: a tile would cost more */
+    TILE_FLOATS = 4096 /* of keys or values brought to float32 at a time: half of a usual L1 */
+};
+
+/* One thread's memory for one item: rows of key head h, token i and group member g are at
+   ((h - item->head) * count + i) * group + g. */
+typedef struct {
+    float *q, *scores, *part, *sums, *tile; /* part: of this unit; sums: folded so far */
+    float *part_peak, *part_total, *peak, *total;
+    int32_t *low, *high; /* [count] what each token sees of the unit */
+} Scratch;
+
+INLINE int64_t tile_tokens(int64_t dim) {
+    int64_t tokens = TILE_FLOATS / dim / 4 * 4;
+    return tokens < 4 ? 4 : tokens > UNIT_TOKENS ? UNIT_TOKENS : tokens;
+}
+
+static int64_t lay_out(Scratch *s, float *at, int64_t rows, int64_t dim) {
+    float *start = at;
+    s->q = at, at += rows * dim;
+    s->part = at, at += rows * dim;
+    s->sums = at, at += rows * dim;
+    s->tile = at, at += tile_tokens(dim) * dim;
+    s->scores = at, at += rows * SCORES;
+    s->part_peak = at, at += rows;
+    s->part_total = at, at += rows;
+    s->peak = at, at += rows;
+    s->total = at, at += rows;
+    s->low = (int32_t *)at, at += rows;
+    s->high = (int32_t *)at, at += rows;
+    return (at - start + 15) / 16 * 16;
+}
+
+int64_t radixkv_attend_scratch(int64_t max_rows, int64_t head_dim) {
+    Scratch s;
+    float nothing[1];
+    return lay_out(&s, nothing, max_rows, head_dim);
+}
+
+INLINE int64_t row_at(const Item *item, int64_t group, int64_t head, int64_t token) {
+    return ((head - item->head) * item->count + token) * group;
+}
+
+ONCE void load_queries(const Step *step, const Layer *layer, const Item *item, Scratch *s) {
+    int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
+    int type = step->q_type, size = element_size(type);
+    for (int64_t i = 0; i < item->count; i++)
+        for (int64_t h = item->head * group; h < item->head_stop * group; h++) {
+            float *to = s->q + (row_at(item, group, h / group, i) + h % group) * dim;
+            const char *from = (const char *)layer->q +
+                               (step->rows[item->first + i] * layer->q_row_stride +
+                                h * layer->q_head_stride) * size;
+            for (int64_t d = 0; d < dim; d += LANES) {
+                if (type == FLOAT32) put(to + d, load(from + d * size, FLOAT32));
+                else if (type == BFLOAT16) put(to + d, load(from + d * size, BFLOAT16));
+                else put(to + d, load(from + d * size, FLOAT16));
+            }
+        }
+}
+
+/* Where each token of the unit lies, in bytes from the layer's start. */
+INLINE void find_keys(const Step *step, const Item *item, int64_t first, int from, int to,
+                      int64_t token_bytes, int64_t *offsets) {
+    const int32_t *table = step->tables + item->seq * step->table_width;
+    int64_t size = step->block_size, block = (first + from) / size, at = (first + from) % size;
+    for (int t = from; t < to; t++) {
+        offsets[t] = (table[block] * size + at) * token_bytes;
+        if (++at == size) at = 0, block++;
+    }
+    for (int t = 0; t < AHEAD + 4; t++) offsets[to + t] = offsets[to - 1];
+}
+
+/* Call with R = 3, 2 or 1 for the rows 0 .. count - 1, never 1 for the last of four. */
+#define FOR_ROWS(count, r, R, CALL)                                 \
+    for (int64_t r = 0, R; r < (count); r += R) {                   \
+        R = (count) - r == 4 ? 2 : (count) - r > 3 ? 3 : (count) - r; \
+        if (R == 3) { CALL(3, r); }                                 \
+        else if (R == 2) { CALL(2, r); }                            \
+        else { CALL(1, r); }                                        \
+    }
+
+/* One row's own tokens at the rims of what a group of rows sees together. */
+ONCE void add_row(int type, int64_t dim, const float *weights, int count, const char *values,
+                  const int64_t *offsets, float *sums) {
+    if (count <= 0) return;
+    if (type == FLOAT32) add_rows(1, FLOAT32, 0, dim, weights, count, values, offsets, sums);
+    else if (type == BFLOAT16) add_rows(1, BFLOAT16, 0, dim, weights, count, values, offsets, sums);
+    else add_rows(1, FLOAT16, 0, dim, weights, count, values, offsets, sums);
+}
+
+/* Add values [from, to) to R rows, to each what its token sees, in order: row by row what comes
+   before, together what all of them see, row by row what comes after. */
+INLINE void add_seen(int R, int type, int fetch, int64_t dim, int64_t group, int64_t r,
+                     const Scratch *s, const float *scores, const char *values,
+                     const int64_t *offsets, int from, int to, float *sums) {
+    int low = from, high = to, first[3], last[3];
+    for (int n = 0; n < R; n++) {
+        first[n] = s->low[(r + n) / group], last[n] = s->high[(r + n) / group];
+        if (first[n] < from) first[n] = from;
+        if (last[n] > to) last[n] = to;
+        if (first[n] > low) low = first[n];
+        if (last[n] < high) high = last[n];
+    }
+    if (low >= high) low = high = to;
+    scores -= from, offsets -= from;
+    int together = low == from && high == to;
+    for (int n = 0; n < R && !together; n++)
+        add_row(type, dim, scores + n * SCORES + first[n], (last[n] < low ? last[n] : low) - first[n],
+                values, offsets + first[n], sums + n * dim);
+    if (low < high)
+        add_rows(R, type, fetch, dim, scores + low, high - low, values, offsets + low, sums);
+    for (int n = 0; n < R && !together; n++)
+        add_row(type, dim, scores + n * SCORES + high, last[n] - high, values, offsets + high,
+                sums + n * dim);
+}
+
+INLINE void soften_rows(const Step *step, const Layer *layer, const Item *item, int64_t first,
+                        Scratch *s) {
+    int64_t group = step->num_q_heads / step->num_kv_heads;
+    for (int64_t h = item->head; h < item->head_stop; h++)
+        for (int64_t i = 0; i < item->count; i++) {
+            if (s->low[i] >= s->high[i]) continue;
+            int64_t away = first - step->positions[step->rows[item->first + i]];
+            for (int64_t g = 0; g < group; g++) {
+                int64_t row = row_at(item, group, h, i) + g;
+                float slope = layer->slopes ? layer->slopes[h * group + g] : 0;
+                soften(s->scores + row * SCORES, s->low[i], s->high[i], away, slope, layer,
+                       &s->part_peak[row], &s->part_total[row]);
+            }
+        }
+}
+
+/* Few rows: keys and values are read where they lie, a part for all heads at a time. */
+INLINE void read_in_place(int type, const Step *step, const Layer *layer, const Item *item,
+                          int64_t first, int from, int to, Scratch *s) {
+    int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
+    int64_t rows = item->count * group, head_bytes = dim * element_size(type);
+    int64_t token_bytes = head_bytes * step->num_kv_heads, offsets[UNIT_TOKENS + AHEAD + 4];
+    find_keys(step, item, first, from, to, token_bytes, offsets);
+    for (int t = from; t < to; t += PART) {
+        int count = to - t < PART ? to - t : PART;
+        for (int64_t h = item->head; h < item->head_stop; h++) {
+            int64_t row = row_at(item, group, h, 0);
+            const char *keys = (const char *)layer->k + h * head_bytes;
+            const float *q = s->q + row * dim;
+            float *scores = s->scores + row * SCORES;
+#define SCORE(R, r) \
+    score_rows(R, type, 1, dim, q + (r)*dim, keys, offsets + t, count, scores + (r)*SCORES + t)
+            FOR_ROWS(rows, r, R, SCORE)
+#undef SCORE
+        }
+    }
+    for (int t = from; t < to && t < from + AHEAD; t++)
+        for (int64_t b = item->head * head_bytes; b < item->head_stop * head_bytes; b += 64)
+            __builtin_prefetch((const char *)layer->v + offsets[t] + b);
+    soften_rows(step, layer, item, first, s);
+    for (int t = from; t < to; t += PART) {
+        int stop = to - t < PART ? to : t + PART;
+        for (int64_t h = item->head; h < item->head_stop; h++) {
+            int64_t row = row_at(item, group, h, 0);
+            const char *values = (const char *)layer->v + h * head_bytes;
+            const float *scores = s->scores + row * SCORES;
+            float *sums = s->part + row * dim;
+#define ADD(R, r)                                                                                  \
+    add_seen(R, type, 1, dim, group, r, s, scores + (r)*SCORES + t, values, offsets + t, t, stop, \
+             sums + (r)*dim)
+            FOR_ROWS(rows, r, R, ADD)
+#undef ADD
+        }
+    }
+}
+
+INLINE void bring(int type, const char *from, const int64_t *offsets, int count, int64_t dim,
+                  float *tile) {
+    int size = element_size(type);
+    for (int t = 0; t < count; t++)
+        for (int64_t d = 0; d < dim; d += LANES)
+            put(tile + t * dim + d, load(from + offsets[t] + d * size, type));
+}
+
+/* scores of many rows against a tile of keys; rows that see nothing of it are left out. */
+ONCE void score_tile(int64_t rows, int64_t group, int64_t dim, const float *q, const float *tile,
+                     const int64_t *lines, int from, int count, const Scratch *s, float *scores) {
+#define SCORE(R, r)                                                                             \
+    if (s->high[((r) + R - 1) / group] > from && s->low[(r) / group] < from + count)            \
+    score_rows(R, FLOAT32, 0, dim, q + (r)*dim, (const char *)tile, lines, count,               \
+               scores + (r)*SCORES + from)
+    FOR_ROWS(rows, r, R, SCORE)
+#undef SCORE
+}
+
+ONCE void add_tile(int64_t rows, int64_t group, int64_t dim, const float *scores, const float *tile,
+                   const int64_t *lines, int from, int count, const Scratch *s, float *sums) {
+#define ADD(R, r)                                                                               \
+    add_seen(R, FLOAT32, 0, dim, group, r, s, scores + (r)*SCORES + from, (const char *)tile, \
+             lines, from, from + count, sums + (r)*dim)
+    FOR_ROWS(rows, r, R, ADD)
+#undef ADD
+}
+
+/* Many rows: tiles of keys, then of values, are brought to float32 once for all of them. */
+INLINE void read_tiles(int type, const Step *step, const Layer *layer, const Item *item,
+                       int64_t first, int from, int to, Scratch *s) {
+    int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
+    int64_t rows = item->count * group, head_bytes = dim * element_size(type);
+    int64_t token_bytes = head_bytes * step->num_kv_heads, offsets[UNIT_TOKENS + AHEAD + 4];
+    int64_t lines[UNIT_TOKENS + AHEAD + 4], tile = tile_tokens(dim);
+    find_keys(step, item, first, from, to, token_bytes, offsets);
+    for (int64_t t = 0; t < UNIT_TOKENS + AHEAD + 4; t++) lines[t] = t * dim * sizeof(float);
+    for (int64_t h = item->head; h < item->head_stop; h++) {
+        int64_t row = row_at(item, group, h, 0);
+        for (int t = from; t < to; t += tile) {
+            int count = to - t < tile ? to - t : tile;
+            bring(type, (const char *)layer->k + h * head_bytes, offsets + t, count, dim, s->tile);
+            score_tile(rows, group, dim, s->q + row * dim, s->tile, lines, t, count, s,
+                       s->scores + row * SCORES);
+        }
+    }
+    soften_rows(step, layer, item, first, s);
+    for (int64_t h = item->head; h < item->head_stop; h++) {
+        int64_t row = row_at(item, group, h, 0);
+        for (int t = from; t < to; t += tile) {
+            int count = to - t < tile ? to - t : tile;
+            bring(type, (const char *)layer->v + h * head_bytes, offsets + t, count, dim, s->tile);
+            add_tile(rows, group, dim, s->scores + row * SCORES, s->tile, lines, t, count, s,
+                     s->part + row * dim);
+        }
+    }
+}
+
+/* Compute the partial result of all rows of the item over one unit; whether any row sees it. */
+INLINE int attend_unit(int type, const Step *step, const Layer *layer, const Item *item,
+                       int64_t unit, Scratch *s) {
+    int64_t group = step->num_q_heads / step->num_kv_heads, first = unit * UNIT_TOKENS;
+    int from = UNIT_TOKENS, to = 0;
+    for (int64_t i = 0; i < item->count; i++) {
+        int64_t position = step->positions[step->rows[item->first + i]] - first;
+        int64_t low = step->window ? position - step->window + 1 : 0, high = position + 1;
+        if (low < 0) low = 0;
+        if (high > UNIT_TOKENS) high = UNIT_TOKENS;
+        if (low >= high) low = high = low < UNIT_TOKENS ? 0 : UNIT_TOKENS;
+        s->low[i] = low, s->high[i] = high;
+        if (low < high && low < from) from = low;
+        if (low < high && high > to) to = high;
+    }
+    if (from >= to) return 0;
+    int64_t rows = row_at(item, group, item->head_stop, 0);
+    memset(s->part, 0, rows * step->head_dim * sizeof(float));
+    if (item->count * group <= FEW) read_in_place(type, step, layer, item, first, from, to, s);
+    else read_tiles(type, step, layer, item, first, from, to, s);
+    return 1;
+}
+
+INLINE float *partial_at(const Step *step, int64_t slot) {
+    return step->partials + slot * step->num_q_heads * (step->head_dim + 2);
+}
+
+/* Copy the rows of one token between scratch and its place among the partials. */
+INLINE void store_partial(const Step *step, const Item *item, int64_t token, int64_t slot,
+                          const float *sums, const float *peak, const float *total) {
+    int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
+    float *to = partial_at(step, slot), *peaks = to + step->num_q_heads * dim;
+    for (int64_t h = item->head; h < item->head_stop; h++) {
+        int64_t row = row_at(item, group, h, token), at = h * group;
+        memcpy(to + at * dim, sums + row * dim, group * dim * sizeof(float));
+        memcpy(peaks + at, peak + row, group * sizeof(float));
+        memcpy(peaks + step->num_q_heads + at, total + row, group * sizeof(float));
+    }
+}
+
+/* Start the rows of an item: from nothing but the sinks, or from the partials left for them. */
+INLINE void open_rows(const Step *step, const Layer *layer, const Item *item, int finish,
+                      Scratch *s) {
+    int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
+    for (int64_t i = 0; i < item->count; i++) {
+        int64_t token = step->rows[item->first + i], ref = 0, ref_stop = 0;
+        if (finish && step->ref_start) ref = step->ref_start[token], ref_stop = step->ref_start[token + 1];
+        for (int64_t h = item->head * group; h < item->head_stop * group; h++) {
+            int64_t row = row_at(item, group, h / group, i) + h % group;
+            float *sums = s->sums + row * dim;
+            if (ref < ref_stop) {
+                const float *from = partial_at(step, step->refs[ref]);
+                const float *peaks = from + step->num_q_heads * dim;
+                memcpy(sums, from + h * dim, dim * sizeof(float));
+                s->peak[row] = peaks[h], s->total[row] = peaks[step->num_q_heads + h];
+            } else {
+                memset(sums, 0, dim * sizeof(float));
+                s->peak[row] = layer->sinks ? layer->sinks[h] : -INFINITY;
+                s->total[row] = layer->sinks ? 1 : 0;
+            }
+            for (int64_t r = ref + 1; r < ref_stop; r++) {
+                const float *from = partial_at(step, step->refs[r]);
+                const float *peaks = from + step->num_q_heads * dim;
+                fold(dim, sums, &s->peak[row], &s->total[row], from + h * dim, peaks[h],
+                     peaks[step->num_q_heads + h]);
+            }
+        }
+    }
+}
+
+ONCE void write_rows(const Step *step, const Layer *layer, const Item *item, const Scratch *s) {
+    int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
+    int type = step->out_type, size = element_size(type);
+    for (int64_t i = 0; i < item->count; i++)
+        for (int64_t h = item->head * group; h < item->head_stop * group; h++) {
+            int64_t row = row_at(item, group, h / group, i) + h % group;
+            char *to = (char *)layer->out + (step->rows[item->first + i] * layer->out_row_stride +
+                                             h * layer->out_head_stride) * size;
+            float share = 1 / s->total[row];
+            const float *sums = s->sums + row * dim;
+            if (type == FLOAT32)
+                for (int64_t d = 0; d < dim; d++) store_one(to + d * 4, sums[d] * share, FLOAT32);
+            else if (type == BFLOAT16)
+                for (int64_t d = 0; d < dim; d++) store_one(to + d * 2, sums[d] * share, BFLOAT16);
+            else
+                for (int64_t d = 0; d < dim; d++) store_one(to + d * 2, sums[d] * share, FLOAT16);
+        }
+}
+
+INLINE void run_item(int type, const Step *step, const Layer *layer, const Item *item, int finish,
+                     Scratch *s) {
+    int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
+    int64_t folds = finish || item->opens, slot = item->slot;
+    if (item->unit < item->unit_stop) load_queries(step, layer, item, s);
+    if (folds) open_rows(step, layer, item, finish, s);
+    for (int64_t unit = item->unit; unit < item->unit_stop; unit++) {
+        if (attend_unit(type, step, layer, item, unit, s))
+            for (int64_t i = 0; i < item->count; i++) {
+                if (!folds)
+                    store_partial(step, item, i, slot + i, s->part, s->part_peak, s->part_total);
+                else if (s->low[i] < s->high[i])
+                    for (int64_t h = item->head; h < item->head_stop; h++)
+                        for (int64_t row = row_at(item, group, h, i), g = 0; g < group; g++, row++)
+                            fold(dim, s->sums + row * dim, &s->peak[row], &s->total[row],
+                                 s->part + row * dim, s->part_peak[row], s->part_total[row]);
+            }
+        slot += item->stride;
+    }
+    if (finish) write_rows(step, layer, item, s);
+    else if (folds)
+        for (int64_t i = 0; i < item->count; i++)
+            store_partial(step, item, i, item->slot + i, s->sums, s->peak, s->total);
+}
+
+ONCE void run_float32(const Step *step, const Layer *layer, const Item *item, int finish,
+                      Scratch *s) {
+    run_item(FLOAT32, step, layer, item, finish, s);
+}
+
+ONCE void run_bfloat16(const Step *step, const Layer *layer, const Item *item, int finish,
+                       Scratch *s) {
+    run_item(BFLOAT16, step, layer, item, finish, s);
+}
+
+ONCE void run_float16(const Step *step, const Layer *layer, const Item *item, int finish,
+                      Scratch *s) {
+    run_item(FLOAT16, step, layer, item, finish, s);
+}
+
+void radixkv_attend_in_team(const Step *step, const Layer *layer) {
+    void (*run)(const Step *, const Layer *, const Item *, int, Scratch *) =
+        step->pool_type == FLOAT32    ? run_float32
+        : step->pool_type == BFLOAT16 ? run_bfloat16
+                                      : run_float16;
+    Scratch s;
+    lay_out(&s, step->scratch + omp_get_thread_num() * step->scratch_floats, step->max_rows,
+            step->head_dim);
+    if (step->num_parts) {
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < step->num_parts; n++) run(step, layer, step->parts + n, 0, &s);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < step->num_finishes; n++)
+        run(step, layer, step->finishes + n, 1, &s);
+}
+
+void radixkv_attend(const Step *step, const Layer *layer) {
+#pragma omp parallel num_threads(step->num_threads) if (step->num_threads > 1)
+    radixkv_attend_in_team(step, layer);
+}
+
+int64_t radixkv_check_tables(const int32_t *tables, int64_t table_width, int64_t block_size,
+                             const int32_t *lengths, int64_t num_seqs, int64_t num_blocks) {
+    for (int64_t seq = 0; seq < num_seqs; seq++) {
+        int64_t used = (lengths[seq] + block_size - 1) / block_size;
+        uint32_t highest = 0; /* a negative id is a high one */
+        for (int64_t b = 0; b < used; b++) {
+            uint32_t id = tables[seq * table_width + b];
+            highest = id > highest ? id : highest;
+        }
+        if (used && highest >= num_blocks) return seq;
+    }
+    return -1;
+}
