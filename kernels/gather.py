@@ -8,7 +8,7 @@ Knows block ids only. A record is all of a block, so that it can lie on a host o
 
 import torch
 
-from radixkv.kernels.checks import expect
+from radixkv.kernels.checks import expect, expect_inside
 from radixkv.kernels.dispatch import runs_on_triton
 from radixkv.kernels.layout import KVPool
 
@@ -53,16 +53,14 @@ def scatter_blocks(pool: KVPool, ids: torch.Tensor, records: torch.Tensor) -> No
 
 def gather_torch(pool: KVPool, ids: torch.Tensor) -> torch.Tensor:
     """Gather as ``gather_blocks`` says, with torch's own operators: the kernel's reference."""
+    expect_inside("ids", ids, pool.num_blocks)
     parts = [x.index_select(1, ids).transpose(0, 1).flatten(1) for x in _planes(pool)]
     return torch.cat(parts, dim=1)
 
 
 def scatter_torch(pool: KVPool, ids: torch.Tensor, records: torch.Tensor) -> None:
     """Scatter as ``scatter_blocks`` says, with torch's own operators: the kernel's reference."""
-    if ids.device.type == "cpu" and len(ids):
-        low, high = (int(x) for x in ids.aminmax())
-        if low < 0 or high >= pool.num_blocks:
-            raise IndexError(f"ids must be in 0..{pool.num_blocks - 1}, got {low}..{high}")
+    expect_inside("ids", ids, pool.num_blocks)
     start = 0
     for planes in _planes(pool):
         count, _, width = planes.shape

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from radixkv.kernels.checks import expect
+from radixkv.kernels.checks import expect, expect_inside
 from radixkv.kernels.dispatch import runs_on_triton
 from radixkv.kernels.plan import AttentionPlan
 
@@ -80,6 +80,7 @@ def write_latents(latents: torch.Tensor, pool_layer: torch.Tensor, slots: torch.
 
         write_latents_triton(latents, pool_layer, slots)
     else:
+        expect_inside("slots", slots, pool_layer.shape[0] * pool_layer.shape[1])
         pool_layer.flatten(0, 1).index_copy_(0, slots, latents.to(pool_layer.dtype))
 
 

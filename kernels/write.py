@@ -3,7 +3,7 @@
 import torch
 
 from radixkv.kernels import native_write
-from radixkv.kernels.checks import expect
+from radixkv.kernels.checks import expect, expect_inside
 from radixkv.kernels.dispatch import runs_on_triton
 from radixkv.kernels.quant import LIMIT, quantise, stored
 
@@ -54,11 +54,7 @@ def write_torch(
     v_scales: torch.Tensor | None = None,
 ) -> None:
     """Write as ``write_kv`` says, with torch's own operators: the reference of the kernels."""
-    num_slots = k_pool_layer.shape[0] * k_pool_layer.shape[1]
-    if slots.device.type == "cpu" and len(slots):
-        low, high = (int(x) for x in slots.aminmax())
-        if low < 0 or high >= num_slots:
-            raise IndexError(f"slots must be in 0..{num_slots - 1}, got {low}..{high}")
+    expect_inside("slots", slots, k_pool_layer.shape[0] * k_pool_layer.shape[1])
     for new, layer, scales in ((k, k_pool_layer, k_scales), (v, v_pool_layer, v_scales)):
         if scales is None:
             codes = new.to(layer.dtype)

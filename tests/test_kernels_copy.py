@@ -5,6 +5,7 @@ import torch
 
 from radixkv.kernels.copy import copy_blocks
 from tests.kernel_cases import random_pool
+from tests.moves_cases import Shape, moved
 
 
 def test_a_copy_moves_the_valid_entries_of_every_layer_and_no_others() -> None:
@@ -48,3 +49,19 @@ def test_a_bad_copy_changes_nothing(
     assert torch.equal(pool.data, before)
     copy_blocks(pool, [], [], [])
     assert torch.equal(pool.data, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_scales_travel_with_the_entries_that_are_copied(dtype: torch.dtype) -> None:
+    pool = Shape(2, 6, 4, 3, 8, dtype, seed=0).pool()
+    before = moved(pool, "cpu")
+    copy_blocks(pool, [0, 1], [1, 5], [4, 1])
+    assert pool.scales is not None and before.scales is not None
+    for got, old in (
+        (pool.data.view(torch.uint8), before.data.view(torch.uint8)),
+        (pool.scales.view(torch.int32), before.scales.view(torch.int32)),
+    ):
+        expected = old.clone()
+        expected[:, :, 1] = old[:, :, 0]
+        expected[:, :, 5, :1] = old[:, :, 1, :1]
+        assert torch.equal(got, expected)

@@ -28,3 +28,35 @@ def test_an_empty_or_integer_pool_is_refused_by_name() -> None:
         KVPool.allocate(2, 0, 4, 3, 8, torch.float32)
     with pytest.raises(ValueError, match="dtype"):
         KVPool.allocate(2, 1, 4, 3, 8, torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantised_pool_has_a_scale_for_each_head_vector(dtype: torch.dtype) -> None:
+    pool = KVPool.allocate(2, 6, 4, 3, 8, dtype)
+    assert pool.scales is not None and pool.scales.dtype == torch.float32
+    k_scales, v_scales = pool.k_scales[1], pool.v_scales[1]
+    assert k_scales is not None and v_scales is not None
+    assert k_scales.shape == v_scales.shape == (6, 4, 3)
+    assert k_scales.data_ptr() == pool.scales[0, 1].data_ptr()
+    assert v_scales.data_ptr() == pool.scales[1, 1].data_ptr()
+    taken = pool.data.numel() + pool.scales.numel() * 4
+    assert pool.block_bytes * pool.num_blocks == taken
+    assert KVPool.bytes_per_block(2, 4, 3, 8, dtype) == pool.block_bytes
+
+
+def test_another_pool_has_no_scales_and_wrong_scales_are_refused() -> None:
+    plain = random_pool()
+    assert plain.scales is None and plain.k_scales == plain.v_scales == (None, None)
+    codes = torch.zeros(2, 2, 6, 4, 3, 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match="scales must be contiguous float32"):
+        KVPool.over(codes)
+    with pytest.raises(ValueError, match="scales must be contiguous float32"):
+        KVPool.over(codes, torch.zeros(2, 2, 6, 4, 3, dtype=torch.float16))
+    with pytest.raises(ValueError, match="scales must be None"):
+        KVPool.over(plain.data, torch.zeros(2, 2, 6, 4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2], ids=str)
+def test_an_eight_bit_float_that_others_read_otherwise_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        KVPool.allocate(2, 1, 4, 3, 8, dtype)
