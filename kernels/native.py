@@ -24,7 +24,6 @@ FLAGS = [
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fopenmp",
     "-fPIC",
     "-shared",
     "-w",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from radixkv.errors import InvalidConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
+DECODERS = ("auto", "native", "generic")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -56,6 +57,9 @@ class EngineConfig:
     """True: the cache runs in full but every look-up misses (a control for measurements)."""
     device: str = "auto"
     """``auto`` is cuda where there is one, else cpu."""
+    decoder: str = "auto"
+    """``native`` is the compiled decoder for Llama-like models on the CPU, ``generic`` runs any
+    model by transformers, ``auto`` is native where it can be."""
     num_threads: int | None = None
     """Compute threads on the CPU; None leaves torch's own choice."""
 
@@ -75,6 +79,8 @@ class EngineConfig:
             _expect_int("num_threads", self.num_threads, 1, 1024)
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
+        if self.decoder not in DECODERS:
+            raise InvalidConfig(f"decoder is {self.decoder!r}; accepted: {', '.join(DECODERS)}")
         if not self.model:
             raise InvalidConfig(
                 "model is empty; wanted smollm2, a directory, a hub name or a .gguf file"

@@ -65,7 +65,7 @@ def test_the_same_weights_in_another_dtype_are_another_identity(directory: Path)
     wide, narrow = _load(directory), _load(directory, dtype="bfloat16")
     assert narrow.dtype == narrow.kv_dtype == torch.bfloat16
     names = wide.identity(PUBLIC, 16).difference(narrow.identity(PUBLIC, 16))
-    assert {"execution.compute_dtype", "execution.kv_dtype"} <= set(names)
+    assert {"model", "execution.kv_dtype"} <= set(names)
 
 
 def test_changed_weights_are_another_identity_and_old_ones_the_old() -> None:

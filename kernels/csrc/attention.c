@@ -7,12 +7,7 @@
 #include "attention.h"
 
 #include "attention_rows.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
-#endif
+#include "pool.h"
 
 enum {
     PART = 16,         /* tokens that few rows read at a time for all heads; a multiple of 4 */
@@ -188,12 +183,17 @@ INLINE void read_in_place(int type, const Step *step, const Layer *layer, const 
     }
 }
 
-INLINE void bring(int type, const char *from, const int64_t *offsets, int count, int64_t dim,
-                  float *tile) {
+/* Bring a tile to float32, and start to fetch the one that comes after it. */
+INLINE void bring(int type, const char *from, const int64_t *offsets, int count, int ahead,
+                  int64_t dim, float *tile) {
     int size = element_size(type);
-    for (int t = 0; t < count; t++)
+    for (int t = 0; t < count; t++) {
+        if (t < ahead)
+            for (int64_t b = 0; b < dim * size; b += 64)
+                __builtin_prefetch(from + offsets[count + t] + b, 0, 2);
         for (int64_t d = 0; d < dim; d += LANES)
             put(tile + t * dim + d, load(from + offsets[t] + d * size, type));
+    }
 }
 
 /* scores of many rows against a tile of keys; rows that see nothing of it are left out. */
@@ -229,7 +229,8 @@ INLINE void read_tiles(int type, const Step *step, const Layer *layer, const Ite
         int64_t row = row_at(item, group, h, 0);
         for (int t = from; t < to; t += tile) {
             int count = to - t < tile ? to - t : tile;
-            bring(type, (const char *)layer->k + h * head_bytes, offsets + t, count, dim, s->tile);
+            bring(type, (const char *)layer->k + h * head_bytes, offsets + t, count, to - t - count, dim,
+                  s->tile);
             score_tile(rows, group, dim, s->q + row * dim, s->tile, lines, t, count, s,
                        s->scores + row * SCORES);
         }
@@ -239,7 +240,8 @@ INLINE void read_tiles(int type, const Step *step, const Layer *layer, const Ite
         int64_t row = row_at(item, group, h, 0);
         for (int t = from; t < to; t += tile) {
             int count = to - t < tile ? to - t : tile;
-            bring(type, (const char *)layer->v + h * head_bytes, offsets + t, count, dim, s->tile);
+            bring(type, (const char *)layer->v + h * head_bytes, offsets + t, count, to - t - count, dim,
+                  s->tile);
             add_tile(rows, group, dim, s->scores + row * SCORES, s->tile, lines, t, count, s,
                      s->part + row * dim);
         }
@@ -375,26 +377,29 @@ ONCE void run_float16(const Step *step, const Layer *layer, const Item *item, in
     run_item(FLOAT16, step, layer, item, finish, s);
 }
 
-void radixkv_attend_in_team(const Step *step, const Layer *layer) {
+typedef struct {
+    const Step *step;
+    const Layer *layer;
+    const Item *items;
+    int finish;
+} Loop;
+
+static void do_item(void *context, int64_t item, int64_t thread) {
+    const Loop *loop = context;
+    const Step *step = loop->step;
+    Scratch s;
+    lay_out(&s, step->scratch + thread * step->scratch_floats, step->max_rows, step->head_dim);
     void (*run)(const Step *, const Layer *, const Item *, int, Scratch *) =
         step->pool_type == FLOAT32    ? run_float32
         : step->pool_type == BFLOAT16 ? run_bfloat16
                                       : run_float16;
-    Scratch s;
-    lay_out(&s, step->scratch + omp_get_thread_num() * step->scratch_floats, step->max_rows,
-            step->head_dim);
-    if (step->num_parts) {
-#pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < step->num_parts; n++) run(step, layer, step->parts + n, 0, &s);
-    }
-#pragma omp for schedule(dynamic)
-    for (int64_t n = 0; n < step->num_finishes; n++)
-        run(step, layer, step->finishes + n, 1, &s);
+    run(step, loop->layer, loop->items + item, loop->finish, &s);
 }
 
 void radixkv_attend(const Step *step, const Layer *layer) {
-#pragma omp parallel num_threads(step->num_threads) if (step->num_threads > 1)
-    radixkv_attend_in_team(step, layer);
+    Loop parts = {step, layer, step->parts, 0}, finishes = {step, layer, step->finishes, 1};
+    radixkv_parallel(step->num_parts, step->num_threads, do_item, &parts);
+    radixkv_parallel(step->num_finishes, step->num_threads, do_item, &finishes);
 }
 
 int64_t radixkv_check_tables(const int32_t *tables, int64_t table_width, int64_t block_size,

@@ -58,11 +58,8 @@ typedef struct {
 /* Floats of scratch that each thread needs for items of up to max_rows rows. */
 int64_t radixkv_attend_scratch(int64_t max_rows, int64_t head_dim);
 
-/* All rows of the step: prefill and decode, shared runs included. Opens a team of threads. */
+/* All rows of the step: prefill and decode, shared runs included. */
 void radixkv_attend(const Step *, const Layer *);
-
-/* The same, to be called by all threads of a team of at most num_threads; ends with a barrier. */
-void radixkv_attend_in_team(const Step *, const Layer *);
 
 /* The first sequence whose table names, for its first `lengths` tokens, a block outside the pool,
    or -1. */

@@ -3,6 +3,7 @@
    A library's matrix product is made for many rows; for one or two it leaves half of the memory's
    speed unused. */
 
+#include "pool.h"
 #include "vectors.h"
 
 typedef struct {
@@ -14,6 +15,8 @@ typedef struct {
 /* Columns at a time: enough independent sums to hide the latency of a multiply-add, and no more
    than fit the registers. */
 enum { COLUMNS = 8 };
+
+enum { BLOCKS = 8 }; /* of columns that a thread takes at a time */
 
 INLINE void block(int rows, int columns, const Linear *l, int64_t row, int64_t column) {
     vf sums[2][COLUMNS];
@@ -40,13 +43,19 @@ INLINE void block(int rows, int columns, const Linear *l, int64_t row, int64_t c
                 sum_v(sums[r][c]) + rest[r][c] + (l->bias ? l->bias[column + c] : 0);
 }
 
-void radixkv_linear(const Linear *l) {
-    int64_t blocks = l->out_features / COLUMNS;
-#pragma omp parallel for schedule(static) num_threads(l->num_threads) if (l->num_threads > 1)
-    for (int64_t b = 0; b < blocks; b++) {
+static void do_block(void *context, int64_t item, int64_t thread) {
+    const Linear *l = context;
+    int64_t last = (item + 1) * BLOCKS < l->out_features / COLUMNS ? (item + 1) * BLOCKS
+                                                                   : l->out_features / COLUMNS;
+    for (int64_t b = item * BLOCKS; b < last; b++) {
         if (l->rows == 1) block(1, COLUMNS, l, 0, b * COLUMNS);
         else block(2, COLUMNS, l, 0, b * COLUMNS);
     }
+}
+
+void radixkv_linear(const Linear *l) {
+    int64_t blocks = l->out_features / COLUMNS;
+    radixkv_parallel((blocks + BLOCKS - 1) / BLOCKS, l->num_threads, do_block, (void *)l);
     for (int64_t column = blocks * COLUMNS; column < l->out_features; column++) {
         if (l->rows == 1) block(1, 1, l, 0, column);
         else block(2, 1, l, 0, column);

@@ -321,7 +321,13 @@ class Engine:
         path = resolve_model(name, progress=progress)
         if progress is not None:
             progress(f"loading {name}")
-        return load_model(path, name=name, dtype=self.config.dtype, device=self.config.device)
+        return load_model(
+            path,
+            name=name,
+            dtype=self.config.dtype,
+            device=self.config.device,
+            decoder=self.config.decoder,
+        )
 
     def _identity(self, salt: str | None) -> CacheIdentity:
         return self._model.identity(Namespace("local", salt), self.config.block_size)

@@ -19,6 +19,7 @@ import torch
 from radixkv.identity.fingerprint import DIGEST_BYTES, digest_text, digest_value, model_digest
 from radixkv.identity.identity import CacheIdentity, Execution, Namespace
 from radixkv.kernels.layout import LAYOUT_VERSION, NUMERICS_VERSION
+from radixkv.kernels.native_decoder import DECODER_NUMERICS_VERSION
 
 _CHUNK_BYTES = 64 * 2**20
 # Keys of a config that choose what a forward pass returns, or how and where it was saved or loaded.
@@ -68,6 +69,13 @@ class Fingerprints:
     def with_weights(self, model: Any) -> Fingerprints:
         """Return the fingerprints after the model's weights have changed in place."""
         return replace(self, weights=digest_weights(model.state_dict()))
+
+    def of_native_decoder(self) -> Fingerprints:
+        """Return the fingerprints of the same model run by the compiled decoder: other low bits."""
+        execution = replace(
+            self.execution, compute_dtype="float32", numerics_version=DECODER_NUMERICS_VERSION
+        )
+        return replace(self, execution=execution)
 
     def identity(self, namespace: Namespace, block_size: int) -> CacheIdentity:
         """Return the identity of what this model computes for a namespace."""

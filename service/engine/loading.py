@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from radixkv.config import DTYPES
+from radixkv.config import DECODERS, DTYPES
 from radixkv.errors import InvalidConfig, NotFound, UnsupportedModel
 from radixkv.identity.identity import CacheIdentity, Namespace
+from radixkv.kernels.native_decoder import NativeDecoder
 from radixkv.service.engine.attention import (
     IMPLEMENTATION,
     attention_of,
@@ -21,6 +22,7 @@ from radixkv.service.engine.attention import (
 )
 from radixkv.service.engine.fingerprints import Fingerprints
 from radixkv.service.engine.fusing import join_norms, merge_projections, use_kernels
+from radixkv.service.engine.models.llama import build_decoder, reason_against
 from radixkv.service.engine.probe import refuse_if_inexact
 from radixkv.service.engine.resolving import resolve_model
 from radixkv.service.engine.support import inspect_model
@@ -57,17 +59,26 @@ class LoadedModel:
     windows: tuple[int | None, ...]
     """The sliding window of each layer."""
     fingerprints: Fingerprints
+    decoder: NativeDecoder | None = None
+    """The compiled decoder that runs this model in transformers' place; None: transformers does."""
     _identities: dict[tuple[Namespace, int, str], CacheIdentity] = field(default_factory=dict)
 
     @classmethod
     def from_model(
-        cls, model: Any, tokenizer: Any, *, name: str, path: Path | None = None
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        path: Path | None = None,
+        decoder: str = "auto",
     ) -> LoadedModel:
         """Take a model that is already in memory; it stays on its device and in its dtype.
 
-        Its attention is switched in place. Raises UnsupportedModel, with the reason, for a model
-        that cannot be served exactly.
+        Its attention is switched in place. ``decoder`` as in EngineConfig. Raises UnsupportedModel,
+        with the reason, for a model that cannot be served exactly, or not by that decoder.
         """
+        reason = _reason_against(model, decoder)
         facts = inspect_model(model.eval())
         if len(tokenizer) > facts.vocab_size:
             raise UnsupportedModel(
@@ -91,6 +102,9 @@ class LoadedModel:
             windows=facts.windows,
             fingerprints=Fingerprints.of(model, tokenizer, facts.kv_dtype, facts.windows),
         )
+        if reason is None:
+            loaded.decoder = build_decoder(model, facts.windows, facts.max_model_len)
+            loaded.fingerprints = loaded.fingerprints.of_native_decoder()
         with attention_of(model, IMPLEMENTATION):  # a model that is refused stays as it was
             refuse_if_inexact(loaded)
         use_paged_attention(model)
@@ -116,10 +130,17 @@ class LoadedModel:
         The identity follows their contents, so going back to old weights finds old blocks again.
         """
         self.fingerprints = self.fingerprints.with_weights(self.model)
+        if self.decoder is not None:
+            self.decoder = build_decoder(self.model, self.windows, self.max_model_len)
 
 
 def load_model(
-    path: Path | str, *, name: str, dtype: str = "auto", device: str = "auto"
+    path: Path | str,
+    *,
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    decoder: str = "auto",
 ) -> LoadedModel:
     """Load a directory of safetensors, config and tokenizer, as ``resolve_model`` returns it.
 
@@ -131,10 +152,23 @@ def load_model(
     precision = choose_dtype(dtype, where)
     tokenizer = _load_tokenizer(path)
     model = _load_weights(path, precision, where)
-    merge_projections(model)
-    use_kernels(model)
-    join_norms(model)
-    return LoadedModel.from_model(model, tokenizer, name=name, path=path)
+    if _reason_against(model, decoder) is not None:
+        merge_projections(model)
+        use_kernels(model)
+        join_norms(model)
+    return LoadedModel.from_model(model, tokenizer, name=name, path=path, decoder=decoder)
+
+
+def _reason_against(model: Any, decoder: str) -> str | None:
+    """Say why the compiled decoder will not run ``model``; None if it will."""
+    if decoder not in DECODERS:
+        raise InvalidConfig(f"decoder is {decoder!r}; accepted: {', '.join(DECODERS)}")
+    if decoder == "generic":
+        return "the generic decoder was asked for"
+    reason = reason_against(model)
+    if reason is not None and decoder == "native":
+        raise UnsupportedModel(f"the compiled decoder cannot run this model: {reason}")
+    return reason
 
 
 def choose_device(device: str) -> torch.device:

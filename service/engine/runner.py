@@ -60,6 +60,9 @@ class ModelRunner:
             batch.query_lens, batch.kv_lens, batch.block_tables, self.block_size, device
         )
         tokens = torch.from_numpy(batch.token_ids).to(device, non_blocking=True)
+        if self.loaded.decoder is not None and self.backend == "auto":
+            rows = torch.from_numpy(batch.logit_rows)
+            return self.loaded.decoder.forward(tokens, plan, self.pool, rows)
         output: Any = self.loaded.model(
             input_ids=tokens.unsqueeze(0),
             position_ids=plan.positions.unsqueeze(0),

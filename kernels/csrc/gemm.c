@@ -1,0 +1,256 @@
+/* Multiplies rows by packed weights, reading each weight once for all of them.
+
+   A row's sums depend on that row alone: every output is summed over the inputs in one order,
+   whatever other rows are there and however the work is cut. So a token's bits are the same alone,
+   in a batch or in a long prompt, which a library's product, made anew for every shape, does not
+   promise. Knows floats and panels; nothing of models.
+
+   The register block is that of Goto and van de Geijn, "Anatomy of High-Performance Matrix
+   Multiplication" (2008): up to 6 rows x 2 vectors of outputs stay in registers over the inputs. */
+
+#include "gemm.h"
+#include "pool.h"
+
+#define MOST_ROWS 6        /* of a register block: 12 sums, 2 weights and 1 input fill 16 registers */
+#define DEPTH 256          /* inputs summed before the sums go to memory: a panel of them stays in L1 */
+#define BLOCK_BYTES 196608 /* of x, kept in L2 while panels pass by */
+#define FEW_ROWS 8         /* up to which bfloat16 weights are widened as they are used */
+#define WIDE 4             /* panels read side by side for one row: enough sums to hide latency */
+
+INLINE vf low_half(vi word) { return (vf)(word << 16); }
+
+INLINE vf high_half(vi word) { return (vf)(word & (int32_t)0xffff0000); }
+
+typedef int32_t vi_unaligned __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+INLINE vi words(const char *p) { return *(const vi_unaligned *)p; }
+
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+
+/* sums[r][0:PANEL] (+)= x[r][0:depth] . panel for R <= 6 rows. */
+INLINE void block(int R, int type, const float *x, int64_t stride, const char *panel, int64_t depth,
+                  float *sums, int first) {
+#define START(r) vf a##r = splat(0), b##r = splat(0);
+#define ROW(r) const float *x##r = x + (r < R ? r : 0) * stride;
+    EACH_ROW(START)
+    EACH_ROW(ROW)
+#define STEP(r)                                                                                    \
+    if (r < R) {                                                                                   \
+        vf in = splat(x##r[k]);                                                                    \
+        a##r += in * wa;                                                                           \
+        b##r += in * wb;                                                                           \
+    }
+    if (type == FLOAT32) {
+        for (int64_t k = 0; k < depth; k++, panel += PANEL * 4) {
+            vf wa = get((const float *)panel), wb = get((const float *)panel + LANES);
+            EACH_ROW(STEP)
+        }
+    } else {
+        for (int64_t k = 0; k < depth; k += 2, panel += PANEL * 4) {
+            vi pa = words(panel), pb = words(panel + LANES * 4);
+            {
+                vf wa = low_half(pa), wb = low_half(pb);
+                EACH_ROW(STEP)
+            }
+            {
+                const int64_t even = k;
+                {
+                    const int64_t k = even + 1;
+                    vf wa = high_half(pa), wb = high_half(pb);
+                    EACH_ROW(STEP)
+                }
+            }
+        }
+    }
+#define END(r)                                                                                     \
+    if (r < R) {                                                                                   \
+        float *to = sums + r * PANEL;                                                              \
+        put(to, first ? a##r : get(to) + a##r);                                                    \
+        put(to + LANES, first ? b##r : get(to + LANES) + b##r);                                    \
+    }
+    EACH_ROW(END)
+#undef START
+#undef ROW
+#undef STEP
+#undef END
+}
+
+/* The same for one row and WIDE panels that lie panel_bytes apart; sums of a panel after another. */
+INLINE void wide(int type, const float *x, const char *panel, int64_t panel_bytes, int64_t depth,
+                 float *sums, int first) {
+    vf a[WIDE], b[WIDE];
+    for (int p = 0; p < WIDE; p++) a[p] = b[p] = splat(0);
+    if (type == FLOAT32) {
+        for (int64_t k = 0; k < depth; k++, panel += PANEL * 4) {
+            vf in = splat(x[k]);
+            for (int p = 0; p < WIDE; p++) {
+                const float *w = (const float *)(panel + p * panel_bytes);
+                a[p] += in * get(w);
+                b[p] += in * get(w + LANES);
+            }
+        }
+    } else {
+        for (int64_t k = 0; k < depth; k += 2, panel += PANEL * 4) {
+            vf even = splat(x[k]), odd = splat(x[k + 1]);
+            for (int p = 0; p < WIDE; p++) {
+                vi wa = words(panel + p * panel_bytes), wb = words(panel + p * panel_bytes + LANES * 4);
+                a[p] += even * low_half(wa);
+                b[p] += even * low_half(wb);
+                a[p] += odd * high_half(wa);
+                b[p] += odd * high_half(wb);
+            }
+        }
+    }
+    for (int p = 0; p < WIDE; p++) {
+        float *to = sums + p * PANEL;
+        put(to, first ? a[p] : get(to) + a[p]);
+        put(to + LANES, first ? b[p] : get(to + LANES) + b[p]);
+    }
+}
+
+/* The rows of one panel over a stretch of the inputs, in register blocks of about equal size. */
+INLINE void rows_of_panel(int type, const float *x, int64_t stride, int64_t rows, const char *weights,
+                          int64_t depth, float *sums, int first) {
+    int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, least = rows / blocks, more = rows % blocks;
+    for (int64_t i = 0; i < blocks; i++) {
+        int64_t n = least + (i < more);
+        switch (n) {
+        case 1: block(1, type, x, stride, weights, depth, sums, first); break;
+        case 2: block(2, type, x, stride, weights, depth, sums, first); break;
+        case 3: block(3, type, x, stride, weights, depth, sums, first); break;
+        case 4: block(4, type, x, stride, weights, depth, sums, first); break;
+        case 5: block(5, type, x, stride, weights, depth, sums, first); break;
+        default: block(6, type, x, stride, weights, depth, sums, first);
+        }
+        x += n * stride;
+        sums += n * PANEL;
+    }
+}
+
+/* All inputs of some rows for one panel. */
+INLINE void panel_rows(int type, const Packed *w, const float *x, int64_t stride, int64_t rows,
+                       int64_t panel, float *sums) {
+    int64_t step = type == FLOAT32 ? PANEL * 4 : PANEL * 2; /* bytes an input */
+    for (int64_t k = 0; k < w->in; k += DEPTH) {
+        int64_t depth = w->in - k < DEPTH ? w->in - k : DEPTH;
+        const char *weights = w->data + (panel * w->in + k) * step;
+        if (type == FLOAT32 || rows <= FEW_ROWS) {
+            rows_of_panel(type, x + k, stride, rows, weights, depth, sums, !k);
+            continue;
+        }
+        /* For many rows it is cheaper to widen the weights once; the sums are the same. */
+        float widened[DEPTH * PANEL] __attribute__((aligned(64)));
+        for (int64_t i = 0; i < depth * PANEL; i += 2 * PANEL)
+            for (int c = 0; c < PANEL; c += LANES) {
+                vi pair = words(weights + (i / 2 + c) * 4);
+                put(widened + i + c, low_half(pair));
+                put(widened + i + PANEL + c, high_half(pair));
+            }
+        rows_of_panel(FLOAT32, x + k, stride, rows, (const char *)widened, depth, sums, !k);
+    }
+}
+
+INLINE void panels_of_one_row(int type, const Packed *w, const float *x, int64_t panel, float *sums) {
+    int64_t step = type == FLOAT32 ? PANEL * 4 : PANEL * 2;
+    for (int64_t k = 0; k < w->in; k += DEPTH) {
+        int64_t depth = w->in - k < DEPTH ? w->in - k : DEPTH;
+        wide(type, x + k, w->data + (panel * w->in + k) * step, w->in * step, depth, sums, !k);
+    }
+}
+
+/* Add the bias to a panel's sums and put them where they belong. */
+INLINE void finish(const Packed *w, const Rows *r, int64_t what, int64_t row, int64_t rows,
+                   int64_t panel, const float *sums) {
+    int64_t column = panel * PANEL, columns = w->out - column < PANEL ? w->out - column : PANEL;
+    for (int64_t i = 0; i < rows; i++, sums += PANEL) {
+        float *out = r->out + (row + i) * r->out_stride + column;
+        if (columns == PANEL && !w->bias) {
+            if (what == ADD) put(out, get(out) + get(sums)), put(out + LANES, get(out + LANES) + get(sums + LANES));
+            else put(out, get(sums)), put(out + LANES, get(sums + LANES));
+            continue;
+        }
+        for (int64_t c = 0; c < columns; c++) {
+            float sum = sums[c] + (w->bias ? w->bias[column + c] : 0);
+            out[c] = what == ADD ? out[c] + sum : sum;
+        }
+    }
+}
+
+INLINE void finish_gated(const Packed *w, const Rows *r, int64_t row, int64_t rows, int64_t panel,
+                         const float *gates, const float *ups) {
+    int64_t column = panel / 2 * PANEL;
+    for (int64_t i = 0; i < rows; i++, gates += PANEL, ups += PANEL) {
+        float *out = r->out + (row + i) * r->out_stride + column;
+        for (int c = 0; c < PANEL; c += LANES) {
+            vf gate = get(gates + c), up = get(ups + c);
+            if (w->bias) {
+                gate += get(w->bias + panel * PANEL + c);
+                up += get(w->bias + (panel + 1) * PANEL + c);
+            }
+            put(out + c, gate / (1.0f + exp_v(-gate)) * up);
+        }
+    }
+}
+
+/* Panels first..last for all rows; sums is room for WIDE panels of a block of rows. */
+INLINE void some_panels(int type, const Packed *w, const Rows *r, int64_t what, int64_t first,
+                        int64_t last, int64_t rows_at_once, float *sums) {
+    if (r->rows == 1) {
+        for (int64_t panel = first; panel < last; panel += WIDE) {
+            int64_t n = last - panel < WIDE ? last - panel : WIDE;
+            if (n == WIDE) panels_of_one_row(type, w, r->x, panel, sums);
+            else
+                for (int64_t p = 0; p < n; p++)
+                    panel_rows(type, w, r->x, r->x_stride, 1, panel + p, sums + p * PANEL);
+            for (int64_t p = 0; p < n; p++) {
+                if (what != GATE) finish(w, r, what, 0, 1, panel + p, sums + p * PANEL);
+                else if (!(p & 1)) finish_gated(w, r, 0, 1, panel + p, sums + p * PANEL, sums + (p + 1) * PANEL);
+            }
+        }
+        return;
+    }
+    for (int64_t row = 0; row < r->rows; row += rows_at_once) {
+        int64_t rows = r->rows - row < rows_at_once ? r->rows - row : rows_at_once;
+        const float *x = r->x + row * r->x_stride;
+        for (int64_t panel = first; panel < last; panel++) {
+            int64_t odd = what == GATE && panel & 1;
+            panel_rows(type, w, x, r->x_stride, rows, panel, sums + odd * rows * PANEL);
+            if (what != GATE) finish(w, r, what, row, rows, panel, sums);
+            else if (odd) finish_gated(w, r, row, rows, panel - 1, sums, sums + rows * PANEL);
+        }
+    }
+}
+
+typedef struct {
+    const Packed *weights;
+    const Rows *rows;
+    int64_t what, panels, piece, rows_at_once;
+} Product;
+
+static void do_piece(void *context, int64_t item, int64_t thread) {
+    const Product *p = context;
+    int64_t first = item * p->piece, end = first + p->piece;
+    int64_t last = end < p->panels ? end : p->panels;
+    int64_t room = p->rows_at_once > WIDE ? 2 * p->rows_at_once : 2 * WIDE;
+    float *sums = radixkv_scratch(room * PANEL * sizeof(float));
+    if (p->weights->type == FLOAT32)
+        some_panels(FLOAT32, p->weights, p->rows, p->what, first, last, p->rows_at_once, sums);
+    else some_panels(BFLOAT16, p->weights, p->rows, p->what, first, last, p->rows_at_once, sums);
+}
+
+void radixkv_multiply(const Packed *w, const Rows *r, int64_t what, int64_t num_threads) {
+    if (r->rows < 1) return;
+    int64_t panels = (w->out + PANEL - 1) / PANEL;
+    int64_t at_once = BLOCK_BYTES / 4 / w->in / MOST_ROWS * MOST_ROWS;
+    if (at_once < MOST_ROWS) at_once = MOST_ROWS;
+    if (at_once > r->rows) at_once = r->rows;
+    /* Some pieces per thread, so that one that is held up leaves its share to the others; of
+       whole groups of WIDE panels, and of few enough that they stay in L2 between blocks of rows. */
+    int64_t piece = panels / (num_threads * 6) / WIDE * WIDE;
+    if (piece < WIDE) piece = WIDE;
+    if (r->rows > at_once && piece > 2 * WIDE) piece = 2 * WIDE;
+    Product product = {w, r, what, panels, piece, at_once};
+    radixkv_parallel((panels + piece - 1) / piece, num_threads, do_piece, &product);
+}
+
+int64_t radixkv_panel_width(void) { return PANEL; }

@@ -1,0 +1,167 @@
+"""Weights in the order in which the compiled product reads them; knows matrices, not models.
+
+    weight [out, in] -> panels of PANEL output features: float32 [panels, in, PANEL], or bfloat16
+    [panels, in / 2, PANEL, 2], whose pairs of inputs become two vectors by a shift and a mask
+
+A float32 matrix whose every value is a bfloat16 is kept as one: the same numbers, half the bytes.
+"""
+
+import contextlib
+import ctypes
+import functools
+import mmap
+from dataclasses import dataclass, field
+
+import torch
+
+from radixkv.kernels.checks import expect
+from radixkv.kernels.native import load_library
+
+_FLOAT32, _BFLOAT16 = 0, 1
+_ARENA_BYTES = 64 << 20
+_ALIGNMENT = 64
+
+
+class PackedStruct(ctypes.Structure):
+    """What csrc/gemm.h calls Packed."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("data", "bias")),
+        *((name, ctypes.c_int64) for name in ("in_features", "out_features", "type")),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
+    ]
+
+
+@functools.cache
+def panel_width() -> int:
+    """Output features that the compiled product computes side by side; two vectors."""
+    return int(load_library().radixkv_panel_width())
+
+
+class Arena:
+    """Memory for weights in huge pages where the system has them: a third faster to stream."""
+
+    def __init__(self) -> None:
+        self._free: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return ``num_bytes`` of zeroed memory, aligned for any vector; lives with its users."""
+        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if num_bytes > len(self._free):
+            region = mmap.mmap(-1, max(num_bytes, _ARENA_BYTES))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a kernel without them
+                    region.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(region, dtype=torch.uint8)
+        taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
+        return taken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A packed weight [out_features, in_features], each padded to what the product wants."""
+
+    data: torch.Tensor
+    bias: torch.Tensor | None
+    in_features: int
+    out_features: int
+    stored: torch.dtype
+    struct: PackedStruct = field(repr=False)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``; x [rows, in_features] float32, rows dense.
+
+        The bits of a row do not depend on the other rows.
+        """
+        expect(x.dim() == 2 and x.shape[1] == self.in_features, "x", f"[*, {self.in_features}]", x)
+        expect(x.dtype == torch.float32 and x.stride(1) == 1, "x", "float32 and dense", x)
+        out = torch.empty(len(x), self.out_features)
+        rows = _Rows(x.data_ptr(), out.data_ptr(), len(x), x.stride(0), self.out_features)
+        load_library().radixkv_multiply(
+            ctypes.byref(self.struct),
+            ctypes.byref(rows),
+            ctypes.c_int64(0),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
+        return out
+
+
+@torch.inference_mode()
+def pack(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    arena: Arena | None = None,
+    in_features: int | None = None,
+) -> PackedLinear:
+    """Pack ``weight`` [out, in] on the CPU, float32 or bfloat16; the original is not kept.
+
+    ``in_features`` pads the inputs with zeros up to so many.
+    """
+    expect(weight.dim() == 2 and weight.device.type == "cpu", "weight", "2-d, on the CPU", weight)
+    known = weight.dtype in (torch.float32, torch.bfloat16)
+    expect(known, "weight", "float32 or bfloat16", weight.dtype)
+    out, width = weight.shape[0], panel_width()
+    given = weight.shape[1]
+    padded = in_features or given
+    panels = -(-out // width)
+    stored = _stored_type(weight, padded)
+    shape = (panels, padded, width) if stored == torch.float32 else (panels, padded // 2, width, 2)
+    num_bytes = panels * padded * width * stored.itemsize
+    room = (arena or Arena()).take(num_bytes)[:num_bytes].view(stored).view(shape)
+    # By panels, so that a matrix of gigabytes needs no second one beside it.
+    for p in range(panels):
+        part = weight[p * width : (p + 1) * width].to(stored)
+        if stored == torch.float32:
+            room[p, :given, : len(part)] = part.T
+        else:
+            part = torch.nn.functional.pad(part, (0, given % 2))
+            pairs = part.view(len(part), -1, 2).permute(1, 0, 2)
+            room[p, : pairs.shape[0], : len(part)] = pairs
+    kept = None if bias is None else bias.float().contiguous()
+    code = _FLOAT32 if stored == torch.float32 else _BFLOAT16
+    pointer = None if kept is None else kept.data_ptr()
+    struct = PackedStruct(room.data_ptr(), pointer, padded, out, code)
+    return PackedLinear(room, kept, padded, out, stored, struct)
+
+
+def pack_gated(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    arena: Arena | None = None,
+) -> PackedLinear:
+    """Pack two weights [features, in] panel by panel in turn, for ``silu(gate) * up`` in one go.
+
+    ``features`` is padded with zeros to whole panels, and what comes of those is 0.
+    """
+    expect(gate.shape == up.shape and gate.dtype == up.dtype, "up", "like gate", up)
+    both = _alternate(gate, up)
+    if biases is None:
+        return pack(both, arena=arena)
+    bias = _alternate(biases[0].unsqueeze(1), biases[1].unsqueeze(1)).squeeze(1)
+    return pack(both, bias, arena=arena)
+
+
+def _alternate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    width = panel_width()
+    missing = -len(a) % width
+    parts = [torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (a, b)]
+    panels = [part.view(-1, width, part.shape[1]) for part in parts]
+    return torch.stack(panels, dim=1).view(-1, a.shape[1])
+
+
+def _stored_type(weight: torch.Tensor, in_features: int) -> torch.dtype:
+    if in_features % 2:
+        return torch.float32
+    if weight.dtype == torch.bfloat16:
+        return torch.bfloat16
+    bits = weight.contiguous().view(torch.int32)
+    return torch.float32 if bool((bits & 0xFFFF).any()) else torch.bfloat16
