@@ -75,45 +75,62 @@ INLINE void block(int R, int type, const float *x, int64_t stride, const char *p
 #undef END
 }
 
-/* The same for one row and WIDE panels that lie panel_bytes apart; sums of a panel after another. */
-INLINE void wide(int type, const float *x, const char *panel, int64_t panel_bytes, int64_t depth,
-                 float *sums, int first) {
-    vf a[WIDE], b[WIDE];
-    for (int p = 0; p < WIDE; p++) a[p] = b[p] = splat(0);
+/* The same for R <= 3 rows and P panels that lie panel_bytes apart; each panel's sums are R rows. */
+INLINE void side_by_side(int R, int P, int type, const float *x, int64_t stride, const char *panel,
+                         int64_t panel_bytes, int64_t depth, float *sums, int first) {
+    vf a[3 * WIDE], b[3 * WIDE];
+#pragma GCC unroll 12
+    for (int i = 0; i < R * P; i++) a[i] = b[i] = splat(0);
     if (type == FLOAT32) {
         for (int64_t k = 0; k < depth; k++, panel += PANEL * 4) {
-            vf in = splat(x[k]);
-            for (int p = 0; p < WIDE; p++) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
                 const float *w = (const float *)(panel + p * panel_bytes);
-                a[p] += in * get(w);
-                b[p] += in * get(w + LANES);
+                vf wa = get(w), wb = get(w + LANES);
+#pragma GCC unroll 3
+                for (int r = 0; r < R; r++) {
+                    vf in = splat(x[r * stride + k]);
+                    a[p * R + r] += in * wa, b[p * R + r] += in * wb;
+                }
             }
         }
     } else {
         for (int64_t k = 0; k < depth; k += 2, panel += PANEL * 4) {
-            vf even = splat(x[k]), odd = splat(x[k + 1]);
-            for (int p = 0; p < WIDE; p++) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
                 vi wa = words(panel + p * panel_bytes), wb = words(panel + p * panel_bytes + LANES * 4);
-                a[p] += even * low_half(wa);
-                b[p] += even * low_half(wb);
-                a[p] += odd * high_half(wa);
-                b[p] += odd * high_half(wb);
+#pragma GCC unroll 3
+                for (int r = 0; r < R; r++) {
+                    vf even = splat(x[r * stride + k]);
+                    a[p * R + r] += even * low_half(wa), b[p * R + r] += even * low_half(wb);
+                }
+#pragma GCC unroll 3
+                for (int r = 0; r < R; r++) {
+                    vf odd = splat(x[r * stride + k + 1]);
+                    a[p * R + r] += odd * high_half(wa), b[p * R + r] += odd * high_half(wb);
+                }
             }
         }
     }
-    for (int p = 0; p < WIDE; p++) {
-        float *to = sums + p * PANEL;
-        put(to, first ? a[p] : get(to) + a[p]);
-        put(to + LANES, first ? b[p] : get(to + LANES) + b[p]);
+#pragma GCC unroll 12
+    for (int i = 0; i < R * P; i++) {
+        float *to = sums + i * PANEL;
+        put(to, first ? a[i] : get(to) + a[i]);
+        put(to + LANES, first ? b[i] : get(to + LANES) + b[i]);
     }
 }
 
-/* The rows of one panel over a stretch of the inputs, in register blocks of about equal size. */
+/* The rows of one panel over a stretch of the inputs, in register blocks of about equal size.
+   Between them the `ahead` bytes at `next` are fetched: many rows keep the processor busy for longer
+   than its own prefetchers look ahead. */
 INLINE void rows_of_panel(int type, const float *x, int64_t stride, int64_t rows, const char *weights,
-                          int64_t depth, float *sums, int first) {
+                          int64_t depth, float *sums, int first, const char *next, int64_t ahead) {
     int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, least = rows / blocks, more = rows % blocks;
+    int64_t share = (ahead / blocks + 63) / 64 * 64;
     for (int64_t i = 0; i < blocks; i++) {
         int64_t n = least + (i < more);
+        for (int64_t at = i * share; at < (i + 1) * share && at < ahead; at += 64)
+            __builtin_prefetch(next + at, 0, 2);
         switch (n) {
         case 1: block(1, type, x, stride, weights, depth, sums, first); break;
         case 2: block(2, type, x, stride, weights, depth, sums, first); break;
@@ -135,7 +152,7 @@ INLINE void panel_rows(int type, const Packed *w, const float *x, int64_t stride
         int64_t depth = w->in - k < DEPTH ? w->in - k : DEPTH;
         const char *weights = w->data + (panel * w->in + k) * step;
         if (type == FLOAT32 || rows <= FEW_ROWS) {
-            rows_of_panel(type, x + k, stride, rows, weights, depth, sums, !k);
+            rows_of_panel(type, x + k, stride, rows, weights, depth, sums, !k, weights, 0);
             continue;
         }
         /* For many rows it is cheaper to widen the weights once; the sums are the same. */
@@ -146,15 +163,20 @@ INLINE void panel_rows(int type, const Packed *w, const float *x, int64_t stride
                 put(widened + i + c, low_half(pair));
                 put(widened + i + PANEL + c, high_half(pair));
             }
-        rows_of_panel(FLOAT32, x + k, stride, rows, (const char *)widened, depth, sums, !k);
+        const char *next = weights + depth * step; /* beyond the last panel it is never read */
+        rows_of_panel(FLOAT32, x + k, stride, rows, (const char *)widened, depth, sums, !k, next,
+                      depth * step);
     }
 }
 
-INLINE void panels_of_one_row(int type, const Packed *w, const float *x, int64_t panel, float *sums) {
+/* All inputs of R rows for P panels. */
+INLINE void few_rows(int R, int P, int type, const Packed *w, const float *x, int64_t stride,
+                     int64_t panel, float *sums) {
     int64_t step = type == FLOAT32 ? PANEL * 4 : PANEL * 2;
     for (int64_t k = 0; k < w->in; k += DEPTH) {
         int64_t depth = w->in - k < DEPTH ? w->in - k : DEPTH;
-        wide(type, x + k, w->data + (panel * w->in + k) * step, w->in * step, depth, sums, !k);
+        side_by_side(R, P, type, x + k, stride, w->data + (panel * w->in + k) * step, w->in * step,
+                     depth, sums, !k);
     }
 }
 
@@ -195,16 +217,20 @@ INLINE void finish_gated(const Packed *w, const Rows *r, int64_t row, int64_t ro
 /* Panels first..last for all rows; sums is room for WIDE panels of a block of rows. */
 INLINE void some_panels(int type, const Packed *w, const Rows *r, int64_t what, int64_t first,
                         int64_t last, int64_t rows_at_once, float *sums) {
-    if (r->rows == 1) {
-        for (int64_t panel = first; panel < last; panel += WIDE) {
-            int64_t n = last - panel < WIDE ? last - panel : WIDE;
-            if (n == WIDE) panels_of_one_row(type, w, r->x, panel, sums);
-            else
+    if (r->rows <= 3) { /* one row would leave most registers empty: panels side by side fill them */
+        int64_t rows = r->rows, most = rows == 1 ? WIDE : WIDE / 2;
+        for (int64_t panel = first; panel < last; panel += most) {
+            int64_t n = last - panel < most ? last - panel : most;
+            if (n < most)
                 for (int64_t p = 0; p < n; p++)
-                    panel_rows(type, w, r->x, r->x_stride, 1, panel + p, sums + p * PANEL);
+                    panel_rows(type, w, r->x, r->x_stride, rows, panel + p, sums + p * rows * PANEL);
+            else if (rows == 1) few_rows(1, WIDE, type, w, r->x, r->x_stride, panel, sums);
+            else if (rows == 2) few_rows(2, WIDE / 2, type, w, r->x, r->x_stride, panel, sums);
+            else few_rows(3, WIDE / 2, type, w, r->x, r->x_stride, panel, sums);
             for (int64_t p = 0; p < n; p++) {
-                if (what != GATE) finish(w, r, what, 0, 1, panel + p, sums + p * PANEL);
-                else if (!(p & 1)) finish_gated(w, r, 0, 1, panel + p, sums + p * PANEL, sums + (p + 1) * PANEL);
+                const float *mine = sums + p * rows * PANEL;
+                if (what != GATE) finish(w, r, what, 0, rows, panel + p, mine);
+                else if (!(p & 1)) finish_gated(w, r, 0, rows, panel + p, mine, mine + rows * PANEL);
             }
         }
         return;
@@ -231,7 +257,7 @@ static void do_piece(void *context, int64_t item, int64_t thread) {
     const Product *p = context;
     int64_t first = item * p->piece, end = first + p->piece;
     int64_t last = end < p->panels ? end : p->panels;
-    int64_t room = p->rows_at_once > WIDE ? 2 * p->rows_at_once : 2 * WIDE;
+    int64_t room = p->rows_at_once > WIDE ? 2 * p->rows_at_once : 2 * WIDE; /* panels of rows */
     float *sums = radixkv_scratch(room * PANEL * sizeof(float));
     if (p->weights->type == FLOAT32)
         some_panels(FLOAT32, p->weights, p->rows, p->what, first, last, p->rows_at_once, sums);
