@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
@@ -25,9 +26,9 @@ FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
-    "-shared",
     "-w",
 ]
+COMPILE_TIMEOUT_S = 300  # for one source; a few seconds unless the machine is very busy
 
 
 class NativeUnavailable(ImportError):
@@ -36,7 +37,7 @@ class NativeUnavailable(ImportError):
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Load the compiled kernels, compiling them first if they are not kept yet (about 3 s).
+    """Load the compiled kernels, compiling them first if they are not kept yet (about 10 s).
 
     Raises NativeUnavailable; the answer, good or bad, is given once per process.
     """
@@ -85,19 +86,30 @@ def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
     target = folder / f"cpu-{_fingerprint(compiler)}.so"
     if target.exists():
         return target
-    handle, scratch = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    command = [compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.c"))), "-o", scratch, "-lm"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if result.returncode:
-            raise NativeUnavailable(f"{compiler} failed: {result.stderr.strip()[-500:]}")
-        os.replace(scratch, target)
-    except (OSError, subprocess.TimeoutExpired) as e:
-        raise NativeUnavailable(f"{compiler} could not be run: {e}") from e
-    finally:
-        Path(scratch).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        library = Path(scratch, "library.so")
+        sources = sorted(SOURCES.glob("*.c"))
+        objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as workers:
+            for done in [
+                workers.submit(_compile, [compiler, *FLAGS, "-c", str(source), "-o", made])
+                for source, made in zip(sources, objects, strict=True)
+            ]:
+                done.result()
+        _compile([compiler, "-shared", *FLAGS, *objects, "-o", str(library), "-lm"])
+        os.replace(library, target)
     return target
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise NativeUnavailable(f"{command[0]} could not be run: {e}") from e
+    if result.returncode:
+        raise NativeUnavailable(f"{command[0]} failed: {result.stderr.strip()[-500:]}")
 
 
 def _fingerprint(compiler: str) -> str:

@@ -24,8 +24,8 @@ typedef struct {
 } Scratch;
 
 INLINE int64_t tile_tokens(int64_t dim) {
-    int64_t tokens = TILE_FLOATS / dim / 4 * 4;
-    return tokens < 4 ? 4 : tokens > UNIT_TOKENS ? UNIT_TOKENS : tokens;
+    int64_t tokens = TILE_FLOATS / dim / 16 * 16;
+    return tokens < 16 ? 16 : tokens > UNIT_TOKENS ? UNIT_TOKENS : tokens;
 }
 
 static int64_t lay_out(Scratch *s, float *at, int64_t rows, int64_t dim) {
@@ -33,7 +33,7 @@ static int64_t lay_out(Scratch *s, float *at, int64_t rows, int64_t dim) {
     s->q = at, at += rows * dim;
     s->part = at, at += rows * dim;
     s->sums = at, at += rows * dim;
-    s->tile = at, at += tile_tokens(dim) * dim;
+    s->tile = at, at += (tile_tokens(dim) + 4 * LANES) * dim;
     s->scores = at, at += rows * SCORES;
     s->part_peak = at, at += rows;
     s->part_total = at, at += rows;
@@ -127,20 +127,19 @@ INLINE void add_seen(int R, int type, int fetch, int64_t dim, int64_t group, int
                 sums + n * dim);
 }
 
-INLINE void soften_rows(const Step *step, const Layer *layer, const Item *item, int64_t first,
-                        Scratch *s) {
+INLINE void soften_rows(const Step *step, const Layer *layer, const Item *item, int64_t head,
+                        int64_t first, Scratch *s) {
     int64_t group = step->num_q_heads / step->num_kv_heads;
-    for (int64_t h = item->head; h < item->head_stop; h++)
-        for (int64_t i = 0; i < item->count; i++) {
-            if (s->low[i] >= s->high[i]) continue;
-            int64_t away = first - step->positions[step->rows[item->first + i]];
-            for (int64_t g = 0; g < group; g++) {
-                int64_t row = row_at(item, group, h, i) + g;
-                float slope = layer->slopes ? layer->slopes[h * group + g] : 0;
-                soften(s->scores + row * SCORES, s->low[i], s->high[i], away, slope, layer,
-                       &s->part_peak[row], &s->part_total[row]);
-            }
+    for (int64_t i = 0; i < item->count; i++) {
+        if (s->low[i] >= s->high[i]) continue;
+        int64_t away = first - step->positions[step->rows[item->first + i]];
+        for (int64_t g = 0; g < group; g++) {
+            int64_t row = row_at(item, group, head, i) + g;
+            float slope = layer->slopes ? layer->slopes[head * group + g] : 0;
+            soften(s->scores + row * SCORES, s->low[i], s->high[i], away, slope, layer,
+                   &s->part_peak[row], &s->part_total[row]);
         }
+    }
 }
 
 /* Few rows: keys and values are read where they lie, a part for all heads at a time. */
@@ -166,7 +165,8 @@ INLINE void read_in_place(int type, const Step *step, const Layer *layer, const 
     for (int t = from; t < to && t < from + AHEAD; t++)
         for (int64_t b = item->head * head_bytes; b < item->head_stop * head_bytes; b += 64)
             __builtin_prefetch((const char *)layer->v + offsets[t] + b);
-    soften_rows(step, layer, item, first, s);
+    for (int64_t h = item->head; h < item->head_stop; h++)
+        soften_rows(step, layer, item, h, first, s);
     for (int t = from; t < to; t += PART) {
         int stop = to - t < PART ? to : t + PART;
         for (int64_t h = item->head; h < item->head_stop; h++) {
@@ -183,68 +183,109 @@ INLINE void read_in_place(int type, const Step *step, const Layer *layer, const 
     }
 }
 
-/* Bring a tile to float32, and start to fetch the one that comes after it. */
-INLINE void bring(int type, const char *from, const int64_t *offsets, int count, int ahead,
-                  int64_t dim, float *tile) {
+/* Bring a tile of values to float32. */
+INLINE void bring(int type, const char *from, const int64_t *offsets, int count, int64_t dim,
+                  float *tile) {
     int size = element_size(type);
-    for (int t = 0; t < count; t++) {
-        if (t < ahead)
-            for (int64_t b = 0; b < dim * size; b += 64)
-                __builtin_prefetch(from + offsets[count + t] + b, 0, 2);
+    for (int t = 0; t < count; t++)
         for (int64_t d = 0; d < dim; d += LANES)
             put(tile + t * dim + d, load(from + offsets[t] + d * size, type));
+}
+
+/* Vectors of keys side by side in the next block of a turned tile. */
+INLINE int columns_of(int count) { return count > 2 * LANES ? 4 : count > LANES ? 2 : 1; }
+
+/* The same for keys, turned so that score_lanes can read them; what fills the last block is the last key. */
+INLINE void bring_turned(int type, const char *from, const int64_t *offsets, int count, int64_t dim,
+                         float *tile) {
+    int size = element_size(type);
+    for (int t = 0, columns; t < count; tile += columns * LANES * dim, t += columns * LANES) {
+        columns = columns_of(count - t);
+        for (int c = 0; c < columns; c++)
+            for (int64_t d = 0; d < dim; d += LANES) {
+                vf square[LANES];
+                for (int i = 0; i < LANES; i++) {
+                    int key = t + c * LANES + i;
+                    square[i] = load(from + offsets[key < count ? key : count - 1] + d * size, type);
+                }
+                turn(square);
+                for (int i = 0; i < LANES; i++)
+                    put(tile + (line_of(dim, d + i) * columns + c) * LANES, square[i]);
+            }
     }
 }
 
-/* scores of many rows against a tile of keys; rows that see nothing of it are left out. */
+/* What will be brought next; it is fetched a few tokens at a time while rows are computed, because
+   a burst of fetches would wait for itself. */
+typedef struct {
+    const char *from;
+    const int64_t *offsets;
+    int64_t count, bytes;
+} Next;
+
+INLINE void fetch_share(const Next *next, int64_t row, int64_t row_stop, int64_t rows) {
+    for (int64_t t = next->count * row / rows; t < next->count * row_stop / rows; t++)
+        for (int64_t b = 0; b < next->bytes; b += 64)
+            __builtin_prefetch(next->from + next->offsets[t] + b, 0, 2);
+}
+
+/* scores of many rows against a turned tile of keys; rows that see nothing of it are left out. */
 ONCE void score_tile(int64_t rows, int64_t group, int64_t dim, const float *q, const float *tile,
-                     const int64_t *lines, int from, int count, const Scratch *s, float *scores) {
-#define SCORE(R, r)                                                                             \
-    if (s->high[((r) + R - 1) / group] > from && s->low[(r) / group] < from + count)            \
-    score_rows(R, FLOAT32, 0, dim, q + (r)*dim, (const char *)tile, lines, count,               \
-               scores + (r)*SCORES + from)
+                     int from, int count, const Scratch *s, const Next *next, float *scores) {
+#define SCORE(R, r)                                                                            \
+    fetch_share(next, r, (r) + R, rows);                                                       \
+    if (s->high[((r) + R - 1) / group] <= from || s->low[(r) / group] >= from + count) continue; \
+    const float *keys = tile, *x = q + (r)*dim;                                                \
+    float *to = scores + (r)*SCORES + from;                                                    \
+    for (int t = 0, columns; t < count; t += columns * LANES, keys += columns * LANES * dim) { \
+        columns = columns_of(count - t);                                                       \
+        if (columns == 4) score_lanes(R, 4, dim, x, keys, to + t);                             \
+        else if (columns == 2) score_lanes(R, 2, dim, x, keys, to + t);                        \
+        else score_lanes(R, 1, dim, x, keys, to + t);                                          \
+    }
     FOR_ROWS(rows, r, R, SCORE)
 #undef SCORE
 }
 
 ONCE void add_tile(int64_t rows, int64_t group, int64_t dim, const float *scores, const float *tile,
-                   const int64_t *lines, int from, int count, const Scratch *s, float *sums) {
-#define ADD(R, r)                                                                               \
+                   const int64_t *lines, int from, int count, const Scratch *s, const Next *next,
+                   float *sums) {
+#define ADD(R, r)                                                                             \
+    fetch_share(next, r, (r) + R, rows);                                                      \
     add_seen(R, FLOAT32, 0, dim, group, r, s, scores + (r)*SCORES + from, (const char *)tile, \
              lines, from, from + count, sums + (r)*dim)
     FOR_ROWS(rows, r, R, ADD)
 #undef ADD
 }
 
-/* Many rows: tiles of keys, then of values, are brought to float32 once for all of them. */
+/* Many rows of one key head: tiles of keys, then of values, are brought to float32 once for all. */
 INLINE void read_tiles(int type, const Step *step, const Layer *layer, const Item *item,
-                       int64_t first, int from, int to, Scratch *s) {
+                       int64_t head, int64_t first, int from, int to, Scratch *s) {
     int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
     int64_t rows = item->count * group, head_bytes = dim * element_size(type);
-    int64_t token_bytes = head_bytes * step->num_kv_heads, offsets[UNIT_TOKENS + AHEAD + 4];
-    int64_t lines[UNIT_TOKENS + AHEAD + 4], tile = tile_tokens(dim);
+    int64_t token_bytes = head_bytes * step->num_kv_heads, row = row_at(item, group, head, 0);
+    int64_t offsets[UNIT_TOKENS + AHEAD + 4], lines[UNIT_TOKENS], tile = tile_tokens(dim);
+    for (int64_t t = 0; t < tile; t++) lines[t] = t * dim * sizeof(float);
     find_keys(step, item, first, from, to, token_bytes, offsets);
-    for (int64_t t = 0; t < UNIT_TOKENS + AHEAD + 4; t++) lines[t] = t * dim * sizeof(float);
-    for (int64_t h = item->head; h < item->head_stop; h++) {
-        int64_t row = row_at(item, group, h, 0);
-        for (int t = from; t < to; t += tile) {
-            int count = to - t < tile ? to - t : tile;
-            bring(type, (const char *)layer->k + h * head_bytes, offsets + t, count, to - t - count, dim,
-                  s->tile);
-            score_tile(rows, group, dim, s->q + row * dim, s->tile, lines, t, count, s,
-                       s->scores + row * SCORES);
-        }
+    const char *keys = (const char *)layer->k + head * head_bytes;
+    const char *values = (const char *)layer->v + head * head_bytes;
+    for (int t = from; t < to; t += tile) {
+        int64_t count = to - t < tile ? to - t : tile;
+        Next next = {keys, offsets + t + tile, to - t - count, head_bytes};
+        if (!next.count) next.from = values, next.offsets = offsets + from, next.count = to - from;
+        if (next.count > tile) next.count = tile;
+        bring_turned(type, keys, offsets + t, count, dim, s->tile);
+        score_tile(rows, group, dim, s->q + row * dim, s->tile, t, count, s, &next,
+                   s->scores + row * SCORES);
     }
-    soften_rows(step, layer, item, first, s);
-    for (int64_t h = item->head; h < item->head_stop; h++) {
-        int64_t row = row_at(item, group, h, 0);
-        for (int t = from; t < to; t += tile) {
-            int count = to - t < tile ? to - t : tile;
-            bring(type, (const char *)layer->v + h * head_bytes, offsets + t, count, to - t - count, dim,
-                  s->tile);
-            add_tile(rows, group, dim, s->scores + row * SCORES, s->tile, lines, t, count, s,
-                     s->part + row * dim);
-        }
+    soften_rows(step, layer, item, head, first, s);
+    for (int t = from; t < to; t += tile) {
+        int64_t count = to - t < tile ? to - t : tile;
+        Next next = {values, offsets + t + tile, to - t - count, head_bytes};
+        if (next.count > tile) next.count = tile;
+        bring(type, values, offsets + t, count, dim, s->tile);
+        add_tile(rows, group, dim, s->scores + row * SCORES, s->tile, lines, t, count, s, &next,
+                 s->part + row * dim);
     }
 }
 
@@ -267,7 +308,9 @@ INLINE int attend_unit(int type, const Step *step, const Layer *layer, const Ite
     int64_t rows = row_at(item, group, item->head_stop, 0);
     memset(s->part, 0, rows * step->head_dim * sizeof(float));
     if (item->count * group <= FEW) read_in_place(type, step, layer, item, first, from, to, s);
-    else read_tiles(type, step, layer, item, first, from, to, s);
+    else
+        for (int64_t h = item->head; h < item->head_stop; h++)
+            read_tiles(type, step, layer, item, h, first, from, to, s);
     return 1;
 }
 
