@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -66,7 +67,6 @@ def make_case(
     past a sequence's length, and what no query sees through the sliding window.
     """
     rng = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in kv_lens]
     shared = [min(shared_blocks, n // block_size) for n in kv_lens]
     num_shared = max(shared, default=0)
@@ -81,6 +81,76 @@ def make_case(
         tables[s, common:count] = ids[used : used + count - common]
         used += count - common
 
+    return case_over(
+        tables,
+        query_lens,
+        kv_lens,
+        num_blocks,
+        block_size=block_size,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        alibi=alibi,
+        seed=seed,
+        device=device,
+    )
+
+
+def make_tree_case(
+    branches: Sequence[tuple[int, int]],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    block_size: int = 16,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """Build a step whose prompts branch: sequence s begins with ``branches[s] = (parent, blocks)``.
+
+    It names up to that many whole blocks of an earlier sequence's table, as far as both are that
+    long and its own new tokens stand behind them. Options and poison as in ``make_case``.
+    """
+    rng = np.random.default_rng(seed)
+    counts = [-(-n // block_size) for n in kv_lens]
+    num_blocks = sum(counts) + 3
+    ids = rng.permutation(num_blocks)
+    tables = np.full((len(kv_lens), max(counts, default=0) + 1), ids[-1], dtype=np.int32)
+    used = 0
+    for s, ((parent, blocks), count) in enumerate(zip(branches, counts, strict=True)):
+        cached = (kv_lens[s] - query_lens[s]) // block_size
+        common = min(blocks, cached, kv_lens[parent] // block_size) if s else 0
+        tables[s, :common] = tables[parent, :common]
+        tables[s, common:count] = ids[used : used + count - common]
+        used += count - common
+    return case_over(
+        tables, query_lens, kv_lens, num_blocks, block_size=block_size, seed=seed, **options
+    )
+
+
+def case_over(
+    tables: npt.NDArray[np.int32],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    num_blocks: int,
+    *,
+    block_size: int = 16,
+    num_q_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+    alibi: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Case:
+    """Fill a pool for given tables: random where a query sees it, NaN everywhere else."""
+    generator = torch.Generator().manual_seed(seed)
     visible = np.zeros((num_blocks, block_size), dtype=bool)
     for s, (n_new, n) in enumerate(zip(query_lens, kv_lens, strict=True)):
         first = 0 if sliding_window is None else max(0, n - n_new - sliding_window + 1)
@@ -154,6 +224,47 @@ def cases(
         shared_blocks=draw(st.sampled_from((0, 0, 2))),
         permuted=draw(st.booleans()),
         sliding_window=draw(st.sampled_from((None, None, 1, 7, 33, 1000))),
+        soft_cap=draw(st.sampled_from((None, None, 2.0))),
+        sinks=draw(st.booleans()) and draw(st.booleans()),
+        alibi=draw(st.booleans()) and draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def tree_cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    max_seqs: int = 6,
+    max_kv_len: int = 900,
+    max_new: int = 40,
+    head_dims: Sequence[int] = (16, 64, 80),
+    block_sizes: Sequence[int] = (1, 16, 100, 256),
+) -> Case:
+    """Steps whose prompts branch off each other at several levels: decoding, prefilling or idle."""
+    block_size = draw(st.sampled_from(block_sizes))
+    num_seqs = draw(st.integers(2, max_seqs))
+    new = [draw(st.sampled_from((0, 1, 1, 1, 1, 2, 7, max_new))) for _ in range(num_seqs)]
+    lens = [max(n, draw(st.sampled_from((max_kv_len, 600, 300, 5))) - s) for s, n in enumerate(new)]
+    branches = [
+        (
+            draw(st.integers(0, max(0, s - 1))),
+            draw(st.sampled_from((max_kv_len, 560, 300, 30, 0))) // block_size,
+        )
+        for s in range(num_seqs)
+    ]
+    num_kv_heads = draw(st.sampled_from((1, 2)))
+    return make_tree_case(
+        branches,
+        new,
+        lens,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        num_q_heads=num_kv_heads * draw(st.sampled_from((1, 3, 8))),
+        head_dim=draw(st.sampled_from(head_dims)),
+        dtype=draw(st.sampled_from(dtypes)),
+        sliding_window=draw(st.sampled_from((None, None, None, 33, 300, 1000))),
         soft_cap=draw(st.sampled_from((None, None, 2.0))),
         sinks=draw(st.booleans()) and draw(st.booleans()),
         alibi=draw(st.booleans()) and draw(st.booleans()),
