@@ -60,6 +60,10 @@ class EngineConfig:
     decoder: str = "auto"
     """``native`` is the compiled decoder for Llama-like models on the CPU, ``generic`` runs any
     model by transformers, ``auto`` is native where it can be."""
+    deterministic: bool = False
+    """Promise answers whose bits depend on the request alone: not on hits, chunks, batch, threads.
+    Only the compiled decoder keeps that promise, at no cost; without it the engine refuses to be
+    built."""
     num_threads: int | None = None
     """Compute threads on the CPU; None leaves torch's own choice."""
 
@@ -81,6 +85,14 @@ class EngineConfig:
             raise InvalidConfig(f"dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
         if self.decoder not in DECODERS:
             raise InvalidConfig(f"decoder is {self.decoder!r}; accepted: {', '.join(DECODERS)}")
+        if self.deterministic and self.decoder == "generic":
+            raise InvalidConfig(
+                "deterministic needs the compiled decoder, and decoder is 'generic', whose sums "
+                "change with the batch and with what was cached; use auto or native, or leave out "
+                "deterministic"
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise InvalidConfig(f"device is {self.device!r}; accepted: auto, cpu, cuda, cuda:INDEX")
         if not self.model:
             raise InvalidConfig(
                 "model is empty; wanted smollm2, a directory, a hub name or a .gguf file"

@@ -63,6 +63,23 @@ def serve(
     ] = None,
     dtype: Annotated[str | None, _option(_MODEL, "auto (default), bfloat16 or float32.")] = None,
     device: Annotated[str | None, _option(_MODEL, "auto (default), cpu, cuda or cuda:N.")] = None,
+    decoder: Annotated[
+        str | None,
+        _option(
+            _MODEL,
+            "auto (default), native (the compiled decoder, for Llama-like models on the CPU) or "
+            "generic (transformers, for any model).",
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        _option(
+            _MODEL,
+            "Promise answers whose bits depend on the request alone, not on what is cached or who "
+            "else asks; off by default. Refused where the compiled decoder cannot run.",
+            "--deterministic/--no-deterministic",
+        ),
+    ] = None,
     num_threads: Annotated[
         int | None, _option(_MODEL, "Compute threads on the CPU; default: torch's choice.")
     ] = None,
@@ -94,7 +111,9 @@ def serve(
     ] = None,
     lookahead_tokens: Annotated[
         int | None,
-        _option(_LIMITS, "Tokens of room that admission keeps for each running choice."),
+        _option(
+            _LIMITS, "Tokens of room that admission keeps for each running choice; default 64."
+        ),
     ] = None,
     max_num_seqs: Annotated[
         int | None, _option(_LIMITS, "Sequences that run at once; default 64.")
@@ -217,9 +236,14 @@ def _serve(settings: Settings) -> int:
 
 def _load(settings: Settings, say: _Narrator) -> Engine:
     say(f"radixkv {radixkv.__version__}: starting {settings.engine.model}")
+    from radixkv.service.engine.preflight import check_settings
+    from radixkv.service.engine.resolving import resolve_model
+
+    path = resolve_model(settings.engine.model, progress=say)
+    check_settings(path, settings.engine)  # before the seconds that torch and the weights take
     from radixkv.service.engine.engine import Engine
 
-    engine = Engine(config=settings.engine, progress=say)
+    engine = Engine(config=settings.engine, path=path, progress=say)
     # The first pass of a process pays for buffers and threads; a request should not. What it left
     # in the cache goes again.
     say("warming up")
@@ -253,9 +277,11 @@ class _Narrator:
     def ready(self, engine: Engine, url: str) -> None:
         """Say what is served and where, with a line to try it that works when pasted."""
         stats, config = engine.stats(), engine.config
+        mode = ", deterministic" if config.deterministic else ""
         self(
-            f"serving {engine.model_name} on {url} ({engine.dtype}, {engine.device}, context "
-            f"{engine.max_model_len} tokens, {stats.num_blocks} blocks of {config.block_size})"
+            f"serving {engine.model_name} on {url} ({engine.dtype}, {engine.device}, "
+            f"{engine.decoder} decoder{mode}, context {engine.max_model_len} tokens, "
+            f"{stats.num_blocks} blocks of {config.block_size})"
         )
         if self._log is None:
             self._console.print("\nTry it:", style="bold")
@@ -270,6 +296,7 @@ def curl_line(url: str, model: str) -> str:
         "model": model,
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
         "stream": True,
+        "max_tokens": 100,
     }
     return (
         f"curl -N {shlex.quote(url + '/v1/chat/completions')} -H 'Content-Type: application/json' "

@@ -189,6 +189,8 @@ class EngineCollector(Collector):
             "device": self._engine.device,
             "enable_prefix_caching": config.prefix_cache,
             "max_model_len": self._engine.max_model_len,
+            "decoder": self._engine.decoder,
+            "deterministic": config.deterministic,
         }
         info = GaugeMetricFamily(
             PREFIX + "cache_config_info",

@@ -72,11 +72,7 @@ def draw_whole(scores: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
     """
     mass = scores.exp_()
     vocab = mass.shape[1]
-    whole = vocab - vocab % _BLOCK
-    blocks = torch.unflatten(mass[:, :whole], 1, (whole // _BLOCK, _BLOCK)).sum(2)
-    if whole < vocab:
-        blocks = torch.cat([blocks, mass[:, whole:].sum(1, keepdim=True)], 1)
-    upto = blocks.double().cumsum(1)
+    upto = _upto_blocks(mass)
     target = torch.from_numpy(uniforms).to(mass.device)[:, None] * upto[:, -1:]
     block = _first_above(upto, target)
     target = target - torch.where(block > 0, upto.gather(1, (block - 1).clamp(min=0)), 0.0)
@@ -85,6 +81,26 @@ def draw_whole(scores: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
     token = block * _BLOCK + _first_above(inside.cumsum(1), target)
     ids: np.ndarray = token[:, 0].cpu().numpy()
     return ids
+
+
+def log_total(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log of the sum of exponentials of each row, ``[R, 1]`` fp32.
+
+    As ``logsumexp``, but a row's bits are the same alone and in company: torch splits the sum of a
+    single long row among threads, and those of several rows not.
+    """
+    peaks = logits.amax(1, keepdim=True)
+    return peaks + _upto_blocks((logits - peaks).exp_())[:, -1:].log().float()
+
+
+def _upto_blocks(mass: torch.Tensor) -> torch.Tensor:
+    """Add up ``mass [R, V]`` by blocks of the vocabulary: float64 ``[R, blocks]``, cumulated."""
+    vocab = mass.shape[1]
+    whole = vocab - vocab % _BLOCK
+    blocks = torch.unflatten(mass[:, :whole], 1, (whole // _BLOCK, _BLOCK)).sum(2)
+    if whole < vocab:
+        blocks = torch.cat([blocks, mass[:, whole:].sum(1, keepdim=True)], 1)
+    return blocks.double().cumsum(1)
 
 
 def _first_above(upto: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

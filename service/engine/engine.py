@@ -6,6 +6,7 @@ The public face of the engine thread; may be used from threads and from coroutin
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -15,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,12 +32,15 @@ from radixkv.service.engine.detokenize import TokenText
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
 from radixkv.service.engine.logprobs import PromptLogprobs
 from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
+from radixkv.service.engine.preflight import check_settings
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.runner import ModelRunner
 from radixkv.service.engine.sampling import ChoiceSampler, Prompt
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Stream
+
+log = logging.getLogger("radixkv.engine")
 
 
 class Engine:
@@ -46,7 +50,8 @@ class Engine:
     ...     print(engine.chat([{"role": "user", "content": "Hello!"}], temperature=0).text)
 
     ``model`` is ``smollm2`` (the default), a directory, a hub name, a .gguf file, or a LoadedModel.
-    ``settings`` are fields of EngineConfig. Raises InvalidConfig, NotFound or UnsupportedModel.
+    ``settings`` are fields of EngineConfig; ``path`` is where ``model`` lies, if that was found out
+    already (``resolve_model``). Raises InvalidConfig, NotFound or UnsupportedModel.
     """
 
     def __init__(
@@ -54,13 +59,16 @@ class Engine:
         model: str | LoadedModel | None = None,
         *,
         config: EngineConfig | None = None,
+        path: Path | None = None,
         progress: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> None:
         self.config = _config(model, config, settings)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
-        self._model = model if isinstance(model, LoadedModel) else self._load(progress)
+        self._model = model if isinstance(model, LoadedModel) else self._load(path, progress)
+        _expect_decoder(self._model, self.config)
+        (progress or log.info)(f"runs {self.decoder_in_words}")
         self._capacity = Capacity.plan(
             kv_memory=self.config.kv_memory,
             bytes_per_block=ModelRunner.bytes_per_block(self._model, self.config.block_size),
@@ -130,6 +138,19 @@ class Engine:
     def device(self) -> str:
         """The device that computes."""
         return str(self._model.device)
+
+    @property
+    def decoder(self) -> Literal["native", "generic"]:
+        """What runs the model: ``native``, the compiled decoder, or ``generic``, transformers."""
+        return "generic" if self._model.decoder is None else "native"
+
+    @property
+    def decoder_in_words(self) -> str:
+        """What runs the model, and if it is not the compiled decoder, why."""
+        if self._model.decoder is not None:
+            kept = " and keeps every bit, whatever is cached" if self.config.deterministic else ""
+            return f"the compiled decoder{kept}"
+        return f"transformers' layers, not the compiled decoder: {self._model.generic_reason}"
 
     @property
     def alive(self) -> bool:
@@ -220,6 +241,7 @@ class Engine:
                 request_id or f"req-{uuid.uuid4().hex}",
                 prompt_token_ids,
                 params.n,
+                deterministic=self.config.deterministic,
                 abort=self._core.abort,
                 done=self._leave,
             )
@@ -316,9 +338,10 @@ class Engine:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _load(self, progress: Callable[[str], None] | None) -> LoadedModel:
+    def _load(self, path: Path | None, progress: Callable[[str], None] | None) -> LoadedModel:
         name = self.config.model
-        path = resolve_model(name, progress=progress)
+        path = path or resolve_model(name, progress=progress)
+        check_settings(path, self.config)
         if progress is not None:
             progress(f"loading {name}")
         return load_model(
@@ -330,7 +353,11 @@ class Engine:
         )
 
     def _identity(self, salt: str | None) -> CacheIdentity:
-        return self._model.identity(Namespace("local", salt), self.config.block_size)
+        return self._model.identity(
+            Namespace("local", salt),
+            self.config.block_size,
+            deterministic=self.config.deterministic,
+        )
 
     def _make_choice(self, request: Request, index: int) -> tuple[ChoiceSampler, ChoiceStream]:
         if index == 0 and request.first_choice is not None:
@@ -391,3 +418,23 @@ def _config(
     if model is not None:
         settings["model"] = model.name if isinstance(model, LoadedModel) else model
     return replace(config or EngineConfig(), **settings)
+
+
+def _expect_decoder(loaded: LoadedModel, config: EngineConfig) -> None:
+    """Refuse a model that was loaded for another decoder than ``config`` asks for."""
+    if loaded.decoder is not None:
+        if config.decoder == "generic":
+            raise InvalidConfig(
+                f"decoder is 'generic', but {loaded.name} was loaded for the compiled decoder; "
+                "load it with decoder='generic'"
+            )
+        return
+    for wanted, what in (
+        (config.deterministic, "deterministic is on, which"),
+        (config.decoder == "native", "decoder is 'native', which"),
+    ):
+        if wanted:
+            raise InvalidConfig(
+                f"{what} needs the compiled decoder, and it cannot run {loaded.name}: "
+                f"{loaded.generic_reason}"
+            )

@@ -77,14 +77,19 @@ class Fingerprints:
         )
         return replace(self, execution=execution)
 
-    def identity(self, namespace: Namespace, block_size: int) -> CacheIdentity:
-        """Return the identity of what this model computes for a namespace."""
+    def identity(
+        self, namespace: Namespace, block_size: int, *, deterministic: bool = False
+    ) -> CacheIdentity:
+        """Return the identity of what this model computes for a namespace.
+
+        ``deterministic`` KV is shared only with its like, whoever else could have computed it.
+        """
         return CacheIdentity(
             model=model_digest(self.architecture, self.config, self.weights),
             tokenizer=self.tokenizer,
             template=self.template,
             adapter=None,
-            execution=replace(self.execution, block_size=block_size),
+            execution=replace(self.execution, block_size=block_size, deterministic=deterministic),
             namespace=namespace,
         )
 

@@ -61,7 +61,9 @@ class LoadedModel:
     fingerprints: Fingerprints
     decoder: NativeDecoder | None = None
     """The compiled decoder that runs this model in transformers' place; None: transformers does."""
-    _identities: dict[tuple[Namespace, int, str], CacheIdentity] = field(default_factory=dict)
+    generic_reason: str | None = None
+    """Why there is no compiled decoder; None where there is one."""
+    _identities: dict[tuple[Namespace, int, bool, str], CacheIdentity] = field(default_factory=dict)
 
     @classmethod
     def from_model(
@@ -101,6 +103,7 @@ class LoadedModel:
             kv_dtype=facts.kv_dtype,
             windows=facts.windows,
             fingerprints=Fingerprints.of(model, tokenizer, facts.kv_dtype, facts.windows),
+            generic_reason=reason,
         )
         if reason is None:
             loaded.decoder = build_decoder(model, facts.windows, facts.max_model_len)
@@ -110,18 +113,22 @@ class LoadedModel:
         use_paged_attention(model)
         return loaded
 
-    def identity(self, namespace: Namespace, block_size: int) -> CacheIdentity:
+    def identity(
+        self, namespace: Namespace, block_size: int, *, deterministic: bool = False
+    ) -> CacheIdentity:
         """Return what KV of this model may be shared under; the same object for the same question.
 
         Any thread may ask.
         """
         fingerprints = self.fingerprints
-        key = (namespace, block_size, fingerprints.weights)
+        key = (namespace, block_size, deterministic, fingerprints.weights)
         found = self._identities.get(key)
         if found is None:
             if len(self._identities) >= _MAX_REMEMBERED_IDENTITIES:
                 self._identities.clear()
-            found = self._identities[key] = fingerprints.identity(namespace, block_size)
+            found = self._identities[key] = fingerprints.identity(
+                namespace, block_size, deterministic=deterministic
+            )
         return found
 
     def weights_changed(self) -> None:

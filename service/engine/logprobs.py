@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from radixkv.service.engine.detokenize import TokenText
+from radixkv.service.engine.drawing import log_total
 from radixkv.service.engine.params import TokenLogprob
 from radixkv.service.engine.sampling import SampledToken
 
@@ -92,7 +93,7 @@ class PromptLogprobs:
     def _read(self, at: int, logits: torch.Tensor) -> None:
         rows = slice(at, at + len(logits))
         logits = logits.float()
-        norm = logits.logsumexp(1, keepdim=True)
+        norm = log_total(logits)
         told = torch.from_numpy(self._ids[at + 1 : at + 1 + len(logits)]).to(logits.device)
         self._own[rows] = (logits.gather(1, told[:, None]) - norm)[:, 0].cpu().numpy()
         if self._top.shape[1]:

@@ -112,6 +112,9 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    given_up_tokens: int = 0
+    """Of what the cache had, tokens that were computed again to keep answers deterministic. The
+    compiled decoder never needs that: its sums are the same wherever a hit ends."""
 
     @property
     def total_tokens(self) -> int:
@@ -141,6 +144,13 @@ class Generation:
     usage: Usage
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One entry a prompt token; the first is None, since nothing precedes it."""
+    deterministic: bool = False
+    """Whether the engine promised that these bits depend on the request and the weights alone."""
+
+    @property
+    def given_up_tokens(self) -> int:
+        """Cached tokens that were computed again to keep that promise."""
+        return self.usage.given_up_tokens
 
     @property
     def text(self) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from radixkv.errors import InvalidRequest
-from radixkv.service.engine.drawing import argmax, draw
+from radixkv.service.engine.drawing import argmax, draw, log_total
 from radixkv.service.engine.nucleus import Cuts
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.penalties import LogitEdits, apply_edits
@@ -202,19 +202,18 @@ def _logprobs(
         return {}
     which = [r for r, _ in wanted]
     raw = logits if len(which) == len(logits) else logits[which]
-    norm = raw.logsumexp(1, keepdim=True)
+    norm = log_total(raw)
     chosen = torch.from_numpy(ids[which]).to(raw.device)[:, None]
     own = (raw.gather(1, chosen) - norm)[:, 0].tolist()
-    most = min(max(k for _, k in wanted), raw.shape[1])
-    best = raw.topk(most, dim=1) if most else None
-    top_ids = best.indices.tolist() if best else [[]] * len(which)
-    top_values = (best.values - norm).tolist() if best else [[]] * len(which)
-    return {
-        row: SampledToken(
-            int(ids[row]), own[i], tuple(zip(top_ids[i][:k], top_values[i][:k], strict=True))
-        )
-        for i, (row, k) in enumerate(wanted)
-    }
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(which)
+    # By k, for the order of equal logits depends on it, and must not on what others ask for.
+    for k in {k for _, k in wanted if k}:
+        some = [i for i, (_, asked) in enumerate(wanted) if asked == k]
+        best = raw[some].topk(min(k, raw.shape[1]), dim=1)
+        values = (best.values - norm[some]).tolist()
+        for i, likeliest, logprobs in zip(some, best.indices.tolist(), values, strict=True):
+            tops[i] = tuple(zip(likeliest, logprobs, strict=True))
+    return {row: SampledToken(int(ids[row]), own[i], tops[i]) for i, row in enumerate(which)}
 
 
 def _complaint(peak: float) -> str:

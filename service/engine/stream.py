@@ -27,12 +27,14 @@ class Stream:
         prompt_token_ids: Sequence[int],
         num_choices: int,
         *,
+        deterministic: bool = False,
         abort: Callable[[Stream], None],
         done: Callable[[int], None],
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.num_choices = num_choices
+        self.deterministic = deterministic
         self.usage = Usage(len(self.prompt_token_ids), 0, 0)
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.arrived_s = time.monotonic()
@@ -107,6 +109,7 @@ class Stream:
             choices=tuple(self._choices[i] for i in sorted(self._choices)),
             usage=self.usage,
             prompt_logprobs=self.prompt_logprobs,
+            deterministic=self.deterministic,
         )
 
     def _take(self) -> Delta:

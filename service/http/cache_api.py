@@ -51,6 +51,8 @@ class CacheStatsReply(TypedDict):
     object: Literal["cache.stats"]
     model: str
     enabled: bool
+    deterministic: bool
+    decoder: Literal["native", "generic"]
     block_size: int
     blocks: Blocks
     tokens: CacheTokens
@@ -79,6 +81,8 @@ async def cache_stats(request: web.Request) -> web.Response:
         "object": "cache.stats",
         "model": engine.model_name,
         "enabled": engine.config.prefix_cache,
+        "deterministic": engine.config.deterministic,
+        "decoder": engine.decoder,
         "block_size": engine.config.block_size,
         "blocks": {
             "total": stats.num_blocks,

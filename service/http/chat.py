@@ -19,6 +19,7 @@ from radixkv.service.http.replies import (
     ChatChunkChoice,
     ChatDelta,
     ChatReply,
+    radixkv_reply,
     usage_reply,
 )
 from radixkv.service.http.schema import ChatRequest
@@ -83,6 +84,7 @@ class _Answer:
             "model": self._model,
             "choices": choices,
             "usage": usage_reply(generation.usage),
+            "radixkv": radixkv_reply(generation),
         }
         if self._body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(
@@ -107,6 +109,7 @@ class _Answer:
         if self._body.include_usage:
             last = self._chunk([])
             last["usage"] = usage_reply(stream.usage)
+            last["radixkv"] = radixkv_reply(stream)
             await events.send(last)
 
     def _delta(self, index: int, delta: Delta) -> ChatChunkChoice:

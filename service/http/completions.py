@@ -18,7 +18,13 @@ from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogpro
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, gather, send_events
 from radixkv.service.http.logprobs import TextOffsets, echoed_logprobs, joined, prompt_logprobs
-from radixkv.service.http.replies import CompletionReply, TextChoice, TextLogprobs, usage_reply
+from radixkv.service.http.replies import (
+    CompletionReply,
+    TextChoice,
+    TextLogprobs,
+    radixkv_reply,
+    usage_reply,
+)
 from radixkv.service.http.schema import CompletionRequest
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.sse import EventStream, json_reply
@@ -84,6 +90,7 @@ class _Answer:
             ]
         )
         reply["usage"] = usage_reply(*(self._usage(g.usage) for g in generations))
+        reply["radixkv"] = radixkv_reply(*generations)
         return reply
 
     async def send(self, events: EventStream, streams: Sequence[Stream]) -> None:
@@ -103,6 +110,7 @@ class _Answer:
         if self._body.include_usage:
             last = self._chunk([])
             last["usage"] = usage_reply(*(self._usage(stream.usage) for stream in streams))
+            last["radixkv"] = radixkv_reply(*streams)
             await events.send(last)
 
     def _choice(self, p: int, generation: Generation, choice: Choice) -> TextChoice:

@@ -6,11 +6,14 @@ where they are only sent on request.
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import TYPE_CHECKING, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from radixkv.service.engine.params import Usage
+from radixkv.service.engine.params import Generation, Usage
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.stream import Stream
 
 FinishWord = Literal["stop", "length"]
 
@@ -28,6 +31,18 @@ class UsageReply(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class RadixKV(TypedDict):
+    """What this server promises beyond OpenAI's API.
+
+    `deterministic`: the answer's bits depend on the request and the weights alone, not on what was
+    cached, on other requests or on threads. `given_up_tokens`: cached tokens that were computed
+    again to keep that promise.
+    """
+
+    deterministic: bool
+    given_up_tokens: int
 
 
 class TopLogprob(TypedDict):
@@ -90,6 +105,7 @@ class ChatReply(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageReply
+    radixkv: RadixKV
     prompt_logprobs: NotRequired[PromptLogprobs | None]
     prompt_token_ids: NotRequired[list[int]]
 
@@ -121,6 +137,7 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageReply | None]
+    radixkv: NotRequired[RadixKV]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -155,6 +172,7 @@ class CompletionReply(TypedDict):
     model: str
     choices: list[TextChoice]
     usage: NotRequired[UsageReply | None]
+    radixkv: NotRequired[RadixKV]
 
 
 class ModelCard(TypedDict):
@@ -208,6 +226,14 @@ class LoadReply(TypedDict):
     """Requests that run or wait."""
 
     server_load: int
+
+
+def radixkv_reply(*answers: Generation | Stream) -> RadixKV:
+    """Say of one or several prompts, answered by one engine, what the engine promised of them."""
+    return {
+        "deterministic": all(answer.deterministic for answer in answers),
+        "given_up_tokens": sum(answer.usage.given_up_tokens for answer in answers),
+    }
 
 
 def usage_reply(*parts: Usage) -> UsageReply:
