@@ -1,132 +1,75 @@
-"""Paged attention on GPUs: one Triton kernel for ragged prefill over a cached prefix and decode.
+"""Paged attention on GPUs: says which Triton kernel attends which queries to which keys in a step.
 
-Imported only where triton is installed. Knows plans and strides; the launch sizes are in
-``triton_config``. Reference: ``reference.paged_attention_reference``.
+Imported only where triton is installed. Shared runs of keys go to ``triton_tree``, single new
+tokens to ``triton_decode``, the rest to ``triton_prefill``; ``triton_merge`` combines the parts.
+Reference: ``reference.paged_attention_reference``.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
-from radixkv.kernels.checks import expect
 from radixkv.kernels.features import Features
 from radixkv.kernels.plan import AttentionPlan
-from radixkv.kernels.triton_config import Launch, choose_launch
+from radixkv.kernels.tree import CostModel, SharedRuns, shared_runs
+from radixkv.kernels.triton_call import Call, Partials
+from radixkv.kernels.triton_config import (
+    Family,
+    Launch,
+    choose_launch,
+    run_tokens,
+    shared_bytes,
+    split_tokens,
+)
+from radixkv.kernels.triton_decode import decode
+from radixkv.kernels.triton_merge import merge
+from radixkv.kernels.triton_prefill import prefill
+from radixkv.kernels.triton_tree import attend_runs
+from radixkv.kernels.triton_work import Sizes, Work, list_work
+
+STEP_BYTES = 8 << 20
+"""What a GPU reads in the time of the two launches that sharing adds, about 2 us each."""
+
+RUN_BYTES = 64 << 10
+"""What a GPU reads in the time in which a run's programs start and end."""
 
 
-@triton.jit
-def _paged_attention_kernel(
-    q,  # [T, num_q_heads, head_dim]
-    k_pool,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    v_pool,
-    out,  # [T, num_q_heads, head_dim] contiguous
-    work,  # int32 [programs, 2]: sequence, first of its queries
-    cu_seqlens_q,
-    kv_lens,
-    block_tables,
-    sinks,
-    slopes,
-    scale,
-    soft_cap,
-    window,
-    table_stride,
-    q_row_stride,
-    q_head_stride,
-    num_kv_heads,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,  # HEAD_DIM rounded up to a power of two
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # rows of the product: BLOCK_M // GROUP queries x GROUP heads
-    TILE: tl.constexpr,  # keys per step, whatever the block size
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter multiplies bfloat16 wrongly
-):
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    program, kv_head = tl.program_id(0), tl.program_id(1)
-    seq, first = tl.load(work + program * 2), tl.load(work + program * 2 + 1)
-    row_start = tl.load(cu_seqlens_q + seq)
-    query_len = tl.load(cu_seqlens_q + seq + 1) - row_start
-    kv_len = tl.load(kv_lens + seq)
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How keys are cut among programs, and where sharing them pays.
 
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, HEAD_PAD)
-    nth = first + m // GROUP  # query of the sequence
-    live_row = (m < BLOCK_Q * GROUP) & (nth < query_len)
-    position = kv_len - query_len + nth
-    head = kv_head * GROUP + m % GROUP
-    row = (row_start + nth).to(tl.int64)
-    live_q = live_row[:, None] & (d < HEAD_DIM)[None, :]
-    q_at = row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :]
-    queries = tl.load(q + q_at, mask=live_q, other=0.0)
-    if UPCAST:
-        queries = queries.to(tl.float32)
+    split  tokens of a program of a decoding sequence; a row's low bits depend on it
+    run    tokens of a program of a shared run, at least; a multiple of split
+    cost   in bytes of device memory read, or whatever is as dear
+    """
 
-    if HAS_SLOPES:
-        slope = tl.load(slopes + head, mask=live_row, other=0.0)
-    if HAS_SINKS:
-        peak = tl.load(sinks + head, mask=live_row, other=0.0) * LOG2_E
-        total = tl.full([BLOCK_M], 1.0, tl.float32)
-    else:
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    split: int
+    run: int
+    cost: CostModel
 
-    # Only tiles that some query of this program sees are visited.
-    stop = kv_len - query_len + tl.minimum(first + BLOCK_Q, query_len)
-    start = 0
-    if HAS_WINDOW:
-        start = tl.maximum(kv_len - query_len + first - window + 1, 0)
-    for tile in range(start // TILE * TILE, stop, TILE):
-        t = tile + tl.arange(0, TILE)
-        # A masked value is loaded as 0: whatever lies there must not reach the product, even x 0.
-        live_key = (t >= start) & (t < stop)
-        table = block_tables + seq.to(tl.int64) * table_stride
-        if BLOCK_SIZE % TILE == 0:
-            block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
-            slot = block * BLOCK_SIZE + tile % BLOCK_SIZE + tl.arange(0, TILE)
-        else:
-            block = tl.load(table + t // BLOCK_SIZE, mask=live_key, other=0).to(tl.int64)
-            slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-        at = (slot * num_kv_heads + kv_head) * HEAD_DIM
-        k_mask = (d < HEAD_DIM)[:, None] & live_key[None, :]
-        keys = tl.load(k_pool + at[None, :] + d[:, None], mask=k_mask, other=0.0)
-        v_mask = live_key[:, None] & (d < HEAD_DIM)[None, :]
-        values = tl.load(v_pool + at[:, None] + d[None, :], mask=v_mask, other=0.0)
-        if UPCAST:
-            keys, values = keys.to(tl.float32), values.to(tl.float32)
+    @classmethod
+    def of(cls, call: Call) -> "Tuning":
+        """Weigh the keys that sharing need not read against the parts it writes and reads.
 
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
-        if HAS_SOFT_CAP:
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / soft_cap) + 1.0))
-        distance = position[:, None] - t[None, :]
-        if HAS_SLOPES:
-            scores -= slope[:, None] * distance
-        visible = (distance >= 0) & live_key[None, :]
-        if HAS_WINDOW:
-            visible = visible & (distance < window)
-        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
+        A row's part is 4 bytes a head and dimension, twice: with 32 query heads over 8 key heads
+        as much as 8 tokens of bfloat16 keys and values.
+        """
+        heads, head_dim = call.q.shape[1:]
+        vector = head_dim * call.k_pool.element_size() + 4 * (call.k_scales is not None)
+        cost = CostModel(
+            token=2.0 * call.num_kv_heads * vector,
+            run=float(RUN_BYTES),
+            row=2.0 * 4 * heads * (head_dim + 2),
+            step=float(STEP_BYTES),
+        )
+        return cls(split_tokens(call.group), run_tokens(call.group), cost)
 
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing yet keeps its peak at -inf; -inf - -inf would be NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None]
-        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
-        peak = higher
-
-    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_at = (row[:, None] * num_kv_heads * GROUP + head[:, None]) * HEAD_DIM + d[None, :]
-    tl.store(out + out_at, sums.to(out.dtype.element_ty), mask=live_q)
+    def runs(self, plan: AttentionPlan, window: int | None) -> SharedRuns | None:
+        """Say what is read once for whom; a short window leaves too little to look for."""
+        if window is not None and window < 4 * self.split:
+            return None
+        return shared_runs(plan, self.split, self.cost)
 
 
 def paged_attention_triton(
@@ -135,96 +78,76 @@ def paged_attention_triton(
     v_pool_layer: torch.Tensor,
     plan: AttentionPlan,
     features: Features,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    *,
+    tuning: Tuning | None = None,
 ) -> torch.Tensor:
-    """Attend as ``paged_attention`` says; at most two launches, without synchronisation.
+    """Attend as ``paged_attention`` says; at most four launches, without synchronisation.
 
-    q and the pool have one dtype: float32, bfloat16 or float16. Softmax and sums in float32.
+    q and the pool have one dtype: float32, bfloat16 or float16; or the pool is int8 or
+    float8_e4m3fn, with k_scales and v_scales float32 [num_blocks, block_size, num_kv_heads].
+    Softmax and sums in float32.
     """
-    interpreted = bool(triton.knobs.runtime.interpret)
-    expect(q.is_cuda or interpreted, "q", "on a GPU (or run with TRITON_INTERPRET=1)", q)
-    expect(q.dtype == k_pool_layer.dtype, "q", f"of the pool's {k_pool_layer.dtype}", q)
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    group = q.shape[1] // k_pool_layer.shape[2]
+    call = Call.of(q, k_pool_layer, v_pool_layer, plan, features, k_scales, v_scales)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for decode, seqs in ((True, plan.decode_seqs), (False, plan.prefill_seqs)):
-        if len(seqs):
-            launch = choose_launch(q.dtype, q.shape[2], group, decode)
-            work = _work(plan, decode, launch.block_m // group)
-            _launch(launch, work, q, k_pool_layer, v_pool_layer, plan, features, out, interpreted)
+    step = _step(call, tuning or Tuning.of(call))
+    num_heads, head_dim = q.shape[1:]
+    partials = Partials.allocate(step.work.num_slots, num_heads, head_dim, q.device)
+    if len(step.work.runs):
+        attend_runs(call, step.runs, step.run_queries, partials, step.tree_launch)
+    if len(step.work.decode):
+        decode(call, step.decode, partials, out, step.decode_launch, step.split)
+    if len(step.work.prefill):
+        prefill(call, step.prefill, partials, out, step.prefill_launch)
+    if len(step.work.merge):
+        merge(step.merge, partials, features, out)
     return out
 
 
-def _launch(
-    launch: Launch,
-    work: torch.Tensor,
-    q: torch.Tensor,
-    k_pool_layer: torch.Tensor,
-    v_pool_layer: torch.Tensor,
-    plan: AttentionPlan,
-    features: Features,
-    out: torch.Tensor,
-    upcast: bool,
-) -> None:
-    num_kv_heads = k_pool_layer.shape[2]
-    group = q.shape[1] // num_kv_heads
-    _paged_attention_kernel[(len(work), num_kv_heads)](
-        q,
-        k_pool_layer,
-        v_pool_layer,
-        out,
-        work,
-        plan.cu_seqlens_q,
-        plan.kv_lens,
-        plan.block_tables,
-        # An unused pointer is never read: any tensor will do.
-        q if features.sinks is None else features.sinks.float().contiguous(),
-        q if features.alibi_slopes is None else features.alibi_slopes.float().contiguous(),
-        features.scale,
-        features.soft_cap or 1.0,
-        features.sliding_window or 0,
-        plan.block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        num_kv_heads,
-        **constants(launch, group, plan.block_size, features, upcast=upcast),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """The work of a step, on the host and on the device, and the sizes it was listed for."""
+
+    work: Work
+    runs: torch.Tensor
+    run_queries: torch.Tensor
+    decode: torch.Tensor
+    prefill: torch.Tensor
+    merge: torch.Tensor
+    tree_launch: Launch
+    decode_launch: Launch
+    prefill_launch: Launch
+    split: int
 
 
-def constants(
-    launch: Launch, group: int, block_size: int, features: Features, *, upcast: bool = False
-) -> dict[str, Any]:
-    """Name the values that the kernel is compiled for."""
-    return {
-        "GROUP": group,
-        "HEAD_DIM": launch.head_dim,
-        "HEAD_PAD": launch.head_pad,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": launch.block_m,
-        "TILE": launch.tile,
-        "HAS_WINDOW": features.sliding_window is not None,
-        "HAS_SOFT_CAP": features.soft_cap is not None,
-        "HAS_SINKS": features.sinks is not None,
-        "HAS_SLOPES": features.alibi_slopes is not None,
-        "UPCAST": upcast,
-    }
+def _step(call: Call, tuning: Tuning) -> _Step:
+    """List the step's work at the first layer of a kind; the others find it in the plan."""
+    plan, group, window = call.plan, call.group, call.features.sliding_window
+    head_dim, dtype, room = call.q.shape[2], call.q.dtype, shared_bytes(call.q.device)
 
+    quantised = call.k_scales is not None
 
-def _work(plan: AttentionPlan, decode: bool, block_q: int) -> torch.Tensor:
-    """List what each program attends: int32 [programs, 2] of sequence, first query."""
+    def make() -> _Step:
+        def launch(family: Family) -> Launch:
+            return choose_launch(family, dtype, head_dim, group, quantised, room)
 
-    def make() -> torch.Tensor:
-        seqs = plan.decode_seqs if decode else plan.prefill_seqs
-        counts = -(-plan.host_query_lens[seqs].astype(np.int64) // block_q)
-        ends = np.cumsum(counts)
-        which = np.repeat(np.arange(len(seqs)), counts)
-        first = (np.arange(ends[-1]) - (ends - counts)[which]) * block_q
-        # Programs start in order, so the longest go first and none of them ends alone.
-        length = (plan.host_kv_lens - plan.host_query_lens)[seqs[which]] + first
-        order = np.argsort(-length, kind="stable")
-        work = np.stack([seqs[which], first], axis=1)[order].astype(np.int32)
-        return torch.from_numpy(work).to(plan.device, non_blocking=True)
+        tree, single, many = launch("tree"), launch("decode"), launch("prefill")
+        sizes = Sizes(
+            split=tuning.split,
+            prefill_queries=many.block_m // group,
+            run=tuning.run,
+            run_queries=tree.block_m // group,
+            num_kv_heads=call.num_kv_heads,
+        )
+        work = list_work(plan, window, tuning.runs(plan, window), sizes)
+        lists = (work.runs, work.run_queries, work.decode, work.prefill, work.merge)
+        # One transfer for all: each is a short list, and a transfer costs more than its bytes.
+        packed = np.concatenate([x.ravel() for x in lists])
+        device = torch.from_numpy(packed).to(plan.device, non_blocking=True)
+        parts = device.split([x.size for x in lists])
+        tensors = [part.view(x.shape) for part, x in zip(parts, lists, strict=True)]
+        return _Step(work, *tensors, tree, single, many, tuning.split)
 
-    return plan.once(("triton work", decode, block_q), make)
+    key = ("triton step", group, call.num_kv_heads, head_dim, dtype, quantised, window, tuning)
+    return plan.once(key, make)

@@ -1,95 +1,22 @@
-"""The Triton kernel three ways: interpreted here, compiled for GPUs elsewhere, run where one is."""
+"""Triton attention, interpreted here and run where a GPU is; compiled for others elsewhere."""
 
 import itertools
-import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from radixkv.kernels.triton_config import choose_launch
+from radixkv.kernels.triton_config import SMALL_BYTES, choose_launch, run_tokens, split_tokens
 from tests.kernel_cases import make_case, random_pool
+from tests.triton_cases import FLAT, POOLS, SHARE, make_step
 
-if TYPE_CHECKING:
-    from tests import triton_compile
-    from tests.triton_compile import Compiled, Variant
-else:
-    triton_compile = pytest.importorskip(
-        "tests.triton_compile", reason="triton is not installed", exc_type=ImportError
-    )
-    Compiled, Variant = triton_compile.Compiled, triton_compile.Variant
-
-BLOCK_SIZES = (16, 256, 100)  # smaller than a tile of keys, a multiple of one, neither
-
-
-def variants() -> list[Variant]:
-    """List target x (float32, a half type) x head size x phase: all sizes that can be launched.
-
-    The half types share their sizes and take turns, as do block sizes, and features on or off.
-    """
-    found = []
-    for g, target in enumerate(triton_compile.TARGETS):
-        for d, head_dim in enumerate((64, 80, 256)):
-            for decode in (False, True):
-                turn = g + d + decode
-                for dtype in ("float32", ("bfloat16", "float16")[turn % 2]):
-                    block_size, everything = BLOCK_SIZES[turn % 3], (g + d) % 2 == 0
-                    found.append(Variant(target, dtype, head_dim, decode, block_size, everything))
-    return found
-
-
-def every_variant() -> list[Variant]:
-    """List the whole product, for the patient."""
-    return [
-        Variant(target, dtype, head_dim, decode, block_size, everything, group)
-        for target in triton_compile.TARGETS
-        for dtype in triton_compile.DTYPES
-        for head_dim in (64, 80, 96, 128, 256)
-        for decode in (False, True)
-        for block_size in BLOCK_SIZES
-        for everything in (False, True)
-        for group in (1, 3, 8)
-    ]
-
-
-Results = dict[Variant, Future[Compiled]]
-
-
-def compile_all(wanted: list[Variant]) -> Results:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=spawn) as pool:
-        return {v: pool.submit(triton_compile.compile_variant, v) for v in wanted}
-
-
-def check(variant: Variant, got: Compiled) -> None:
-    assert got.shared_bytes <= triton_compile.SHARED_LIMIT[variant.target], variant
-    if got.spilled is None:
-        pytest.skip("this triton brings no cuobjdump, so spills cannot be read")
-    assert got.spilled == 0, f"{got.spilled} bytes or registers spilled: {variant}"
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Results:
-    return compile_all(variants())
-
-
-@pytest.mark.parametrize("variant", variants(), ids=str)
-def test_every_launch_compiles_within_the_gpu_s_memory_and_registers(
-    compiled: Results, variant: Variant
-) -> None:
-    check(variant, compiled[variant].result())
-
-
-@pytest.mark.soak
-def test_every_combination_compiles_within_the_gpu_s_memory_and_registers() -> None:
-    for variant, future in compile_all(every_variant()).items():
-        check(variant, future.result())
+pytest.importorskip("triton", reason="triton is not installed")
 
 
 def test_the_kernel_is_right_in_the_interpreter() -> None:
@@ -105,13 +32,15 @@ def test_the_kernel_is_right_in_the_interpreter() -> None:
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
 
 
-def test_each_program_holds_all_heads_of_a_group() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for group in (1, 3, 7, 8, 16, 64):
-            for decode in (True, False):
-                launch = choose_launch(dtype, 80, group, decode)
+def test_each_program_holds_all_heads_of_a_group_and_splits_hold_whole_tiles() -> None:
+    for dtype, quantised in ((torch.float32, False), (torch.bfloat16, False), (torch.half, True)):
+        for group, room in itertools.product((1, 3, 7, 8, 16, 64), (SMALL_BYTES, 227 << 10)):
+            assert run_tokens(group) % split_tokens(group) == 0
+            for family in ("prefill", "decode", "tree"):
+                launch = choose_launch(family, dtype, 80, group, quantised, room)  # type: ignore[arg-type]
                 assert launch.block_m >= group and launch.block_m >= 16
                 assert launch.head_pad == 128
+                assert split_tokens(group) % launch.tile == 0
 
 
 def test_on_the_cpu_it_names_the_interpreter_s_switch() -> None:
@@ -153,6 +82,67 @@ def test_the_gpu_agrees_with_float64(cuda: str, dtype: torch.dtype) -> None:
             device=cuda,
             **features[turn % 3],
         ).check("triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", POOLS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gpu_agrees_with_float64_under_shared_runs_of_any_pool(
+    cuda: str, dtype: torch.dtype, pool_dtype: torch.dtype | None
+) -> None:
+    from radixkv.kernels.triton_attention import Tuning, paged_attention_triton
+
+    prompt, document = np.arange(64), np.arange(64, 128)
+    for turn, (head_dim, group) in enumerate(itertools.product((64, 80, 128, 256), (1, 4, 7))):
+        tables = np.full((20, 160), 127, dtype=np.int32)
+        for s in range(20):
+            row = [*prompt, *(document if s % 2 else [])]
+            tables[s, : len(row)] = row
+            tables[s, len(row) :] = 128 + 160 * s + np.arange(160 - len(row))
+        kv_lens = [(2048 if s % 2 else 1024) + 37 * s + 9 for s in range(20)]
+        step = make_step(
+            [1, 1, 5, 1] * 5,
+            kv_lens,
+            tables,
+            16,
+            group=group,
+            head_dim=head_dim,
+            dtype=dtype,
+            pool_dtype=pool_dtype,
+            features=("soft cap", "sinks", "alibi") if turn % 2 else (),
+            sliding_window=1700 if turn % 3 == 2 else None,
+            device=cuda,
+        )
+        for cost in (SHARE, FLAT):
+            got = paged_attention_triton(
+                step.q,
+                step.k_pool,
+                step.v_pool,
+                step.plan,
+                step.features,
+                step.k_scales,
+                step.v_scales,
+                tuning=Tuning(split_tokens(group), run_tokens(group), cost),
+            )
+            step.check(got)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_replays_with_other_lengths(cuda: str) -> None:
+    case = make_case([1] * 8, [1000] * 8, device=cuda, dtype=torch.bfloat16)
+    case.run("triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = case.run("triton")
+    lengths = torch.tensor([1, 1000, 256, 257, 999, 3, 512, 0], dtype=torch.int32)
+    case.plan.kv_lens.copy_(lengths)
+    graph.replay()
+    for s, length in enumerate(lengths.tolist()[:-1]):
+        tables = case.plan.host_block_tables[s : s + 1]
+        plan = type(case.plan).build([1], [length], tables, 16, cuda)
+        alone = type(case)(case.q[s : s + 1], case.k_pool, case.v_pool, plan, case.options)
+        assert torch.equal(captured[s], alone.run("triton")[0])
+    assert (captured[7] == 0).all()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Compiles the Triton attention kernel for GPUs that need not be here, and reads what came out.
+"""Compiles the Triton attention kernels for GPUs that need not be here, and reads what came out.
 
 Apart from the tests, so that several processes can compile at once.
 """
@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -16,16 +17,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixkv.kernels.features import Features
-from radixkv.kernels.triton_attention import _paged_attention_kernel, constants
-from radixkv.kernels.triton_config import choose_launch
+from radixkv.kernels.triton_call import constants
+from radixkv.kernels.triton_config import Family, choose_launch, split_tokens
+from radixkv.kernels.triton_decode import _decode_kernel
+from radixkv.kernels.triton_merge import OPTIONS, _merge_kernel, merge_constants
+from radixkv.kernels.triton_prefill import _prefill_kernel
+from radixkv.kernels.triton_tree import _tree_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+KERNELS = {"prefill": _prefill_kernel, "decode": _decode_kernel, "tree": _tree_kernel}
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "i8", "e4m3": "u8"}
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,24 @@ class Variant:
     """One thing to compile; everything that the compiler specialises on follows from it."""
 
     target: str
+    family: Family
+    dtype: str
+    pool: str  # like dtype, or int8 or e4m3
+    head_dim: int
+    group: int
+    block_size: int
+    window: bool
+    extras: bool  # soft cap, sinks and ALiBi
+
+
+@dataclass(frozen=True)
+class MergeVariant:
+    """The same for the kernel that merges partial results."""
+
+    target: str
     dtype: str
     head_dim: int
-    decode: bool
-    block_size: int
-    everything: bool  # window, soft cap, sinks and ALiBi, or none of them
-    group: int = 4
+    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -49,31 +68,48 @@ class Compiled:
     spilled: int | None  # bytes of stack (cuda) or vector registers (hip); None: not readable here
 
 
-def compile_variant(variant: Variant) -> Compiled:
+def compile_variant(variant: Variant | MergeVariant) -> Compiled:
     """Compile as a launch would: same constants, options, and alignment of the arguments."""
-    dtype = getattr(torch, variant.dtype)
+    if isinstance(variant, MergeVariant):
+        fixed: dict[str, Any] = dict(merge_constants(variant.head_dim, variant.sinks))
+        types = dict.fromkeys(("part_sums", "part_peaks", "part_totals", "sinks"), "*fp32")
+        types |= {"out": "*" + TYPES[variant.dtype], "work": "*i32"}
+        return _compile(_merge_kernel, variant.target, types, fixed, OPTIONS)
     one = torch.ones(1)
-    features = Features(1.0, 9, 9.0, one, one) if variant.everything else Features(1.0)
-    launch = choose_launch(dtype, variant.head_dim, variant.group, variant.decode)
-    fixed = constants(launch, variant.group, variant.block_size, features)
-    element = "*" + DTYPES[variant.dtype]
-    vector = "*fp32" if variant.everything else element
-    types = dict.fromkeys(("q", "k_pool", "v_pool", "out"), element)
-    types |= dict.fromkeys(("work", "cu_seqlens_q", "kv_lens", "block_tables"), "*i32")
-    types |= {"sinks": vector, "slopes": vector, "scale": "fp32", "soft_cap": "fp32"}
-    names = _paged_attention_kernel.arg_names
+    extras = (9.0, one, one) if variant.extras else (None, None, None)
+    features = Features(1.0, 9 if variant.window else None, *extras)
+    room = SHARED_LIMIT[variant.target]
+    dtype = getattr(torch, variant.dtype)
+    quantised = variant.pool != variant.dtype
+    launch = choose_launch(variant.family, dtype, variant.head_dim, variant.group, quantised, room)
+    fixed = constants(launch, variant.group, variant.block_size, features, quantised)
+    if variant.family == "decode":
+        fixed["SPLIT"] = split_tokens(variant.group)
+    element, pool = "*" + TYPES[variant.dtype], "*" + TYPES[variant.pool]
+    types = {"q": element, "out": element, "k_pool": pool, "v_pool": pool}
+    types |= dict.fromkeys(("part_sums", "part_peaks", "part_totals"), "*fp32")
+    types |= dict.fromkeys(("k_scales", "v_scales"), "*fp32" if quantised else element)
+    types |= dict.fromkeys(("sinks", "slopes"), "*fp32" if variant.extras else element)
+    types |= dict.fromkeys(("work", "run_queries", "cu_seqlens_q", "kv_lens"), "*i32")
+    types |= {"block_tables": "*i32", "positions": "*i64", "scale": "fp32", "soft_cap": "fp32"}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options["enable_fp_fusion"] = True
+    return _compile(KERNELS[variant.family], variant.target, types, fixed, options)
+
+
+def _compile(
+    kernel: Any, target: str, types: dict[str, str], fixed: dict[str, Any], options: dict[str, Any]
+) -> Compiled:
+    names = kernel.arg_names
     signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
         if signature[n].startswith("*") or n in ("q_row_stride", "q_head_stride")
     }
-    kernel = triton.compile(
-        ASTSource(_paged_attention_kernel, signature, fixed, aligned),
-        target=TARGETS[variant.target],
-        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
-    )
-    return Compiled(kernel.metadata.shared, _spilled(kernel.asm))
+    source = ASTSource(kernel, signature, fixed, aligned)
+    compiled = triton.compile(source, target=TARGETS[target], options=dict(options))
+    return Compiled(compiled.metadata.shared, _spilled(compiled.asm))
 
 
 def _spilled(asm: dict[str, bytes | str]) -> int | None:
