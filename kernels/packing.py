@@ -31,6 +31,13 @@ class PackedStruct(ctypes.Structure):
     ]
 
 
+class _Packing(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "to")),
+        *((name, ctypes.c_int64) for name in ("out", "given", "padded", "type", "stored")),
+    ]
+
+
 class _Rows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "out")),
@@ -107,25 +114,23 @@ def pack(
     expect(weight.dim() == 2 and weight.device.type == "cpu", "weight", "2-d, on the CPU", weight)
     known = weight.dtype in (torch.float32, torch.bfloat16)
     expect(known, "weight", "float32 or bfloat16", weight.dtype)
-    out, width = weight.shape[0], panel_width()
-    given = weight.shape[1]
-    padded = in_features or given
+    weight = weight.contiguous()
+    out, given = weight.shape
+    padded, width = in_features or given, panel_width()
+    expect(padded >= given, "in_features", f"at least {given}", padded)
     panels = -(-out // width)
     stored = _stored_type(weight, padded)
-    shape = (panels, padded, width) if stored == torch.float32 else (panels, padded // 2, width, 2)
     num_bytes = panels * padded * width * stored.itemsize
-    room = (arena or Arena()).take(num_bytes)[:num_bytes].view(stored).view(shape)
-    # By panels, so that a matrix of gigabytes needs no second one beside it.
-    for p in range(panels):
-        part = weight[p * width : (p + 1) * width].to(stored)
-        if stored == torch.float32:
-            room[p, :given, : len(part)] = part.T
-        else:
-            part = torch.nn.functional.pad(part, (0, given % 2))
-            pairs = part.view(len(part), -1, 2).permute(1, 0, 2)
-            room[p, : pairs.shape[0], : len(part)] = pairs
-    kept = None if bias is None else bias.float().contiguous()
+    if arena is None:
+        room = torch.zeros(num_bytes, dtype=torch.uint8).view(stored)
+    else:
+        room = arena.take(num_bytes)[:num_bytes].view(stored)
+    source = _FLOAT32 if weight.dtype == torch.float32 else _BFLOAT16
     code = _FLOAT32 if stored == torch.float32 else _BFLOAT16
+    packing = _Packing(weight.data_ptr(), room.data_ptr(), out, given, padded, source, code)
+    library, threads = load_library(), ctypes.c_int64(torch.get_num_threads())
+    library.radixkv_pack(ctypes.byref(packing), threads)
+    kept = None if bias is None else bias.float().contiguous()
     pointer = None if kept is None else kept.data_ptr()
     struct = PackedStruct(room.data_ptr(), pointer, padded, out, code)
     return PackedLinear(room, kept, padded, out, stored, struct)
@@ -163,5 +168,9 @@ def _stored_type(weight: torch.Tensor, in_features: int) -> torch.dtype:
         return torch.float32
     if weight.dtype == torch.bfloat16:
         return torch.bfloat16
-    bits = weight.contiguous().view(torch.int32)
-    return torch.float32 if bool((bits & 0xFFFF).any()) else torch.bfloat16
+    wide = load_library().radixkv_needs_float32(
+        ctypes.c_void_p(weight.data_ptr()),
+        ctypes.c_int64(weight.numel()),
+        ctypes.c_int64(torch.get_num_threads()),
+    )
+    return torch.float32 if wide else torch.bfloat16
