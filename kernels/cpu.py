@@ -1,8 +1,7 @@
 """The CPU backends: who computes which rows of a step. Knows no arithmetic of its own.
 
-"native" gives sequences with one new token to the compiled kernel; "torch" does everything with
-torch's own operators. Both give longer runs of new tokens to torch, whose products are the
-processor's best there.
+"native" gives whole steps to the compiled kernel where that knows their types and shapes; "torch"
+does everything with torch's own operators.
 """
 
 import torch
@@ -12,6 +11,7 @@ from radixkv.kernels.native_attention import attend_native, supports
 from radixkv.kernels.plan import AttentionPlan
 from radixkv.kernels.torch_decode import decode_torch
 from radixkv.kernels.torch_prefill import prefill_torch
+from radixkv.kernels.torch_tree import attend_tree, tree_of
 
 
 def paged_attention_torch(
@@ -28,8 +28,13 @@ def paged_attention_torch(
     if native and supports(q, k_pool_layer):
         attend_native(q, k_pool_layer, v_pool_layer, plan, features, out)
         return out
-    if len(plan.decode_seqs):
-        decode_torch(q, k_pool_layer, v_pool_layer, plan, features, out)
-    if len(plan.prefill_seqs):
-        prefill_torch(q, k_pool_layer, v_pool_layer, plan, features, out)
+    decode, prefill = plan.decode_seqs, plan.prefill_seqs
+    tree = tree_of(plan, features.sliding_window)
+    if tree is not None:
+        decode, prefill = tree.flat_decode, tree.flat_prefill
+        attend_tree(q, k_pool_layer, v_pool_layer, tree, features, out)
+    if len(decode):
+        decode_torch(q, k_pool_layer, v_pool_layer, plan, features, out, decode)
+    if len(prefill):
+        prefill_torch(q, k_pool_layer, v_pool_layer, plan, features, out, prefill)
     return out

@@ -10,7 +10,7 @@ import torch
 
 from radixkv.kernels.dense import soften
 from radixkv.kernels.features import Features
-from radixkv.kernels.plan import AttentionPlan, Int64
+from radixkv.kernels.plan import AttentionPlan, Int32, Int64
 
 PADDING = 1.25  # a bucket is at most this much longer than its shortest sequence ...
 SLACK_TOKENS = 32  # ... or by this many tokens: short sequences cost calls, not reads
@@ -18,7 +18,7 @@ BUCKET_TOKENS = 1 << 12  # keys gathered at a time, so that the copy is read bac
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Bucket:
+class Bucket:
     """Sequences that are attended in one go, as index tensors on the plan's device."""
 
     rows: torch.Tensor  # int64 [B] rows of q and out
@@ -34,15 +34,16 @@ def decode_torch(
     plan: AttentionPlan,
     features: Features,
     out: torch.Tensor,
+    seqs: Int64,
 ) -> None:
-    """Fill the rows of ``out`` that belong to ``plan.decode_seqs``; shapes as ``paged_attention``.
+    """Fill the rows of ``out`` that belong to ``seqs``; shapes as ``paged_attention``.
 
-    Softmax and sums in float32.
+    seqs  of ``plan.decode_seqs``, the same for every layer. Softmax and sums in float32.
     """
     window = features.sliding_window
     num_kv_heads, head_dim = k_pool_layer.shape[2:]
     k_slots, v_slots = k_pool_layer.flatten(0, 1), v_pool_layer.flatten(0, 1)
-    for bucket in plan.once(("torch decode", window), lambda: _buckets(plan, window)):
+    for bucket in plan.once(("torch decode", window), lambda: buckets(plan, seqs, window)):
         count, length = bucket.distance.shape
         queries = q[bucket.rows].float().view(count, num_kv_heads, -1, head_dim)
         keys, values = (
@@ -66,26 +67,34 @@ def decode_torch(
         out[bucket.rows] = attended.reshape(count, -1, head_dim).to(out.dtype)
 
 
-def _buckets(plan: AttentionPlan, window: int | None) -> list[_Bucket]:
-    lengths = plan.host_kv_lens[plan.decode_seqs].astype(np.int64)
+def buckets(
+    plan: AttentionPlan, seqs: Int64, window: int | None, starts: Int32 | None = None
+) -> list[Bucket]:
+    """Put sequences with one new token and about as many keys together.
+
+    starts  [S] the first key of each sequence of the plan that counts; 0 if None
+    """
+    lengths = plan.host_kv_lens[seqs].astype(np.int64)
+    if starts is not None:
+        lengths -= starts[seqs]
     if window is not None:
         lengths = np.minimum(lengths, window)
-    buckets: list[_Bucket] = []
+    filled: list[Bucket] = []
     members: list[int] = []
     for i in np.argsort(lengths, kind="stable"):
         longest = int(lengths[i])
         shortest = int(lengths[members[0]]) if members else longest
         too_long = longest > max(shortest * PADDING, shortest + SLACK_TOKENS)
         if members and (too_long or longest * (len(members) + 1) > BUCKET_TOKENS):
-            buckets.append(_bucket(plan, plan.decode_seqs[members], lengths[members]))
+            filled.append(_bucket(plan, seqs[members], lengths[members]))
             members = []
         members.append(int(i))
     if members:
-        buckets.append(_bucket(plan, plan.decode_seqs[members], lengths[members]))
-    return buckets
+        filled.append(_bucket(plan, seqs[members], lengths[members]))
+    return filled
 
 
-def _bucket(plan: AttentionPlan, seqs: Int64, lengths: Int64) -> _Bucket:
+def _bucket(plan: AttentionPlan, seqs: Int64, lengths: Int64) -> Bucket:
     steps = np.arange(int(lengths[-1]))
     ends = plan.host_kv_lens[seqs].astype(np.int64)
     positions = (ends - lengths)[:, None] + steps
@@ -97,7 +106,7 @@ def _bucket(plan: AttentionPlan, seqs: Int64, lengths: Int64) -> _Bucket:
     indices, reach = (slots + offsets).ravel(), torch.from_numpy(distance)
     padding = reach[:, None, None] > 0
     mask = torch.zeros(padding.shape).masked_fill_(padding, -torch.inf) if padding.any() else None
-    return _Bucket(
+    return Bucket(
         torch.from_numpy(rows).to(plan.device),
         torch.from_numpy(indices).to(plan.device),
         reach.to(plan.device),
