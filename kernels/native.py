@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,7 +66,11 @@ def unavailable_reason() -> str | None:
 
 def default_folder() -> Path:
     """Where compiled kernels are kept: the user's cache folder, or a private one if that fails."""
-    folder = Path.home() / ".cache" / "radixkv" / "kernels"
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "radixkv" / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

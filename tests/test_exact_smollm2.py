@@ -15,7 +15,7 @@ import torch
 from radixkv import Engine
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
 
-NEW_TOKENS = 8
+NEW_TOKENS = 20  # more than a block, so that generated tokens cross a border and are published
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
