@@ -8,6 +8,7 @@ import torch
 
 from radixkv.kernels.checks import expect
 from radixkv.kernels.cpu import paged_attention_torch
+from radixkv.kernels.dequantised import dequantised
 from radixkv.kernels.features import Features
 from radixkv.kernels.native import load_library, unavailable_reason
 from radixkv.kernels.plan import AttentionPlan
@@ -40,6 +41,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Attend each new token to the keys 0..its own position of its sequence, through the tables.
@@ -49,6 +52,7 @@ def paged_attention(
                   and values are already written. num_q_heads is a multiple of num_kv_heads: query
                   head h reads key head h // (num_q_heads // num_kv_heads)
     sinks, alibi_slopes  [num_q_heads] float
+    *_scales      [num_blocks, block_size, num_kv_heads] float32, of a pool of int8 or float8
     return        [T, num_q_heads, head_dim], q's dtype and device
 
     See ``Features`` for the options. Blocks that no table names and slots past a sequence's length
@@ -58,6 +62,9 @@ def paged_attention(
     features = Features(scale, sliding_window, soft_cap, sinks, alibi_slopes)
     if backend == "auto":
         backend = choose_backend(q.device)
+    if k_scales is not None and v_scales is not None and backend != "triton":
+        pools = (k_pool_layer, v_pool_layer)
+        k_pool_layer, v_pool_layer, plan = dequantised(*pools, k_scales, v_scales, plan)
     if backend in ("torch", "native"):
         native = backend == "native"
         if native:
@@ -68,7 +75,9 @@ def paged_attention(
         _need_triton()
         from radixkv.kernels.triton_attention import paged_attention_triton
 
-        return paged_attention_triton(q, k_pool_layer, v_pool_layer, plan, features)
+        return paged_attention_triton(
+            q, k_pool_layer, v_pool_layer, plan, features, k_scales, v_scales
+        )
     if backend == "reference":
         from radixkv.kernels.reference import paged_attention_reference
 

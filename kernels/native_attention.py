@@ -62,9 +62,7 @@ class Prepared:
 
 def supports(q: torch.Tensor, pool: torch.Tensor) -> bool:
     """Whether the kernel knows these types and shapes."""
-    return (
-        pool.dtype in TYPES and q.dtype in (pool.dtype, torch.float32) and q.shape[2] % LANES == 0
-    )
+    return pool.dtype in TYPES and q.dtype in TYPES and q.shape[2] % LANES == 0
 
 
 def attend_native(
@@ -123,24 +121,22 @@ def prepare(
     *,
     num_blocks: int | None = None,
     out_dtype: torch.dtype | None = None,
-    share: bool = True,
 ) -> Prepared:
     """Turn a plan into what ``radixkv_attend`` reads in every layer; kept with the plan.
 
     ``out_dtype`` is q's unless given. With ``num_blocks`` the tables are checked: IndexError names
-    the sequence whose table points outside the pool. ``share=False`` reads every sequence by
-    itself; the bits of the result are the same.
+    the sequence whose table points outside the pool.
     """
     threads = torch.get_num_threads()
     out_dtype = out_dtype or q_dtype
     shape = (num_q_heads, num_kv_heads, head_dim, window, threads)
-    key = ("native", *shape, q_dtype, out_dtype, pool_dtype, num_blocks, share)
+    key = ("native", *shape, q_dtype, out_dtype, pool_dtype, num_blocks)
 
     def make() -> Prepared:
         if num_blocks is not None:
             _check_tables(plan, num_blocks)
         whole = window is None or window >= plan.max_kv_len
-        runs = shared_runs(plan, UNIT_TOKENS, COST) if share and whole else None
+        runs = shared_runs(plan, UNIT_TOKENS, COST) if whole else None
         items = _Items(plan, num_q_heads, num_kv_heads, None if whole else window, runs, threads)
         types = (TYPES[q_dtype], TYPES[out_dtype], TYPES[pool_dtype])
         return items.prepared(head_dim, types)

@@ -52,6 +52,8 @@ class AttentionPlan:
     decode_seqs: Int64  # sequences with exactly one new token, ascending
     prefill_seqs: Int64  # sequences with more than one, ascending
 
+    share: bool = True  # whether keys in common may be read once for several sequences
+
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -62,12 +64,15 @@ class AttentionPlan:
         block_tables: npt.ArrayLike | Sequence[Sequence[int]],
         block_size: int,
         device: torch.device | str = "cpu",
+        *,
+        share: bool = True,
     ) -> "AttentionPlan":
         """Plan a step. O(new tokens + table entries), no device synchronisation.
 
         query_lens    [S] new tokens of each sequence, may be 0
         kv_lens       [S] valid tokens of each sequence once the new ones are written
         block_tables  [S, M] physical block of each logical one; entries past the length are padding
+        share         False: every sequence reads all its keys by itself (flat attention)
         """
         queries = np.array(query_lens, dtype=np.int32).reshape(-1)
         lengths = np.array(kv_lens, dtype=np.int32).reshape(-1)
@@ -114,6 +119,7 @@ class AttentionPlan:
             host_cu_seqlens_q=cu_seqlens,
             decode_seqs=np.flatnonzero(queries == 1),
             prefill_seqs=np.flatnonzero(queries > 1),
+            share=share,
         )
 
     @property

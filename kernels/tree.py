@@ -64,6 +64,8 @@ def shared_runs(plan: AttentionPlan, granularity: int, cost: CostModel) -> Share
     is kept with the plan.
     """
     expect(granularity > 0, "granularity", "positive", granularity)
+    if not plan.share:
+        return None
     key = ("shared runs", granularity, cost)
     return plan.once(key, lambda: _find(plan, granularity, cost))
 

@@ -198,3 +198,8 @@ def test_a_granularity_of_nothing_is_refused() -> None:
     plan: Any = make_plan([[1]], [1], [1], 1)
     with pytest.raises(ValueError, match="granularity"):
         shared_runs(plan, 0, FREE)
+
+
+def test_a_plan_may_forbid_sharing() -> None:
+    plan = AttentionPlan.build([1, 1], [8, 8], [[1, 2], [1, 3]], 4, share=False)
+    assert shared_runs(plan, 4, FREE) is None
