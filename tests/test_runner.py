@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.kernels.native import unavailable_reason
 from radixkv.service.engine.attention import attention_of
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.loading import LoadedModel
@@ -17,8 +18,10 @@ from tests.tiny_models import ARCHITECTURES, build
 
 BLOCK = 16
 NUM_BLOCKS = 64
-EXACT = [(arch, torch.float32) for arch in ARCHITECTURES]
-ROUNDED = [(arch, torch.bfloat16) for arch in ("llama", "gemma3")]
+GENERIC = [(arch, torch.float32, "generic") for arch in ARCHITECTURES]
+GENERIC += [(arch, torch.bfloat16, "generic") for arch in ("llama", "gemma3")]
+NATIVE = [(arch, torch.float32, "native") for arch in ARCHITECTURES if arch != "gemma3"]
+NATIVE += [("qwen3", torch.bfloat16, "native")]
 
 
 @dataclass
@@ -100,11 +103,15 @@ class Bench:
             assert float((got - wanted).norm() / wanted.norm()) < 0.05
 
 
-@pytest.fixture(scope="module", params=EXACT + ROUNDED, ids=lambda p: f"{p[0]}-{str(p[1])[6:]}")
+@pytest.fixture(
+    scope="module", params=GENERIC + NATIVE, ids=lambda p: f"{p[0]}-{str(p[1])[6:]}-{p[2]}"
+)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    arch, dtype = request.param
+    arch, dtype, decoder = request.param
+    if decoder == "native" and (reason := unavailable_reason()):
+        pytest.skip(reason)
     model, tokenizer = build(arch, dtype=dtype)
-    return LoadedModel.from_model(model, tokenizer, name=arch)
+    return LoadedModel.from_model(model, tokenizer, name=arch, decoder=decoder)
 
 
 @pytest.fixture
