@@ -7,6 +7,7 @@
 
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "attention.h"
 #include "gemm.h"
@@ -145,16 +146,28 @@ INLINE void multiply(const Packed *w, const float *x, int64_t x_stride, float *o
     radixkv_multiply(w, &r, what, num_threads);
 }
 
-static void run_layer(const Decoder *d, const DecoderLayer *layer, const Pass *p) {
+/* What follows attention in a layer. */
+static void finish_layer(const Decoder *d, const DecoderLayer *layer, const Pass *p) {
     int64_t hidden = d->hidden, n = p->rows, threads = p->num_threads;
-    normalise_rows(d, p, layer->before);
-    multiply(&layer->qkv, p->normed, hidden, p->qkv, layer->qkv.out, n, STORE, threads);
-    place_rows(d, layer, p);
-    attend(d, layer, p);
     multiply(&layer->out, p->attended, layer->out.in, p->hidden, hidden, n, ADD, threads);
     normalise_rows(d, p, layer->after);
     multiply(&layer->gate_up, p->normed, hidden, p->gated, layer->down.in, n, GATE, threads);
     multiply(&layer->down, p->gated, layer->down.in, p->hidden, hidden, n, ADD, threads);
+}
+
+/* Copy the rows that get logits together, to where queries lay; return a pass over them alone. */
+static Pass only_wanted(const Decoder *d, const Pass *p) {
+    int64_t width = d->q_heads * d->head_dim;
+    Pass wanted = *p;
+    wanted.rows = p->num_logits;
+    wanted.hidden = p->qkv;
+    wanted.attended = p->qkv + p->num_logits * d->hidden;
+    for (int64_t i = 0; i < p->num_logits; i++) {
+        int64_t row = p->logit_rows[i];
+        memcpy(wanted.hidden + i * d->hidden, p->hidden + row * d->hidden, d->hidden * sizeof(float));
+        memcpy(wanted.attended + i * width, p->attended + row * width, width * sizeof(float));
+    }
+    return wanted;
 }
 
 void radixkv_decoder(const Decoder *d, const Pass *p) {
@@ -164,10 +177,24 @@ void radixkv_decoder(const Decoder *d, const Pass *p) {
             p->hidden[r * d->hidden + i] =
                 load_one(from + i * element_size(d->embeddings_type), d->embeddings_type);
     }
-    for (int64_t i = 0; i < d->num_layers; i++) run_layer(d, d->layers + i, p);
+    Pass rest = *p;
+    int64_t compact = 0; /* whether rest holds just the rows that get logits */
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        const DecoderLayer *layer = d->layers + i;
+        int64_t last = i == d->num_layers - 1;
+        normalise_rows(d, p, layer->before);
+        multiply(&layer->qkv, p->normed, d->hidden, p->qkv, layer->qkv.out, p->rows, STORE,
+                 p->num_threads);
+        place_rows(d, layer, p);
+        if (last && !p->num_logits) return; /* its keys and values were all that was wanted */
+        attend(d, layer, p);
+        int64_t floats = p->num_logits * (d->hidden + d->q_heads * d->head_dim);
+        if (last && floats <= p->rows * layer->qkv.out) rest = only_wanted(d, p), compact = 1;
+        finish_layer(d, layer, &rest);
+    }
     for (int64_t i = 0; i < p->num_logits; i++)
-        normalise(p->hidden + p->logit_rows[i] * d->hidden, d->norm, d->hidden, d->epsilon,
-                  p->normed + i * d->hidden);
+        normalise(rest.hidden + (compact ? i : p->logit_rows[i]) * d->hidden, d->norm, d->hidden,
+                  d->epsilon, p->normed + i * d->hidden);
     multiply(d->head, p->normed, d->hidden, p->logits, d->vocab, p->num_logits, STORE,
              p->num_threads);
 }
