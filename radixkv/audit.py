@@ -11,67 +11,81 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from radixkv.lease import Holder
 from radixkv.nodes import Node
 from radixkv.tree import RadixTree
 
+Ends = dict[Node, Counter[int]]
+"""Node -> depth -> holds that end there."""
 
-def check(tree: RadixTree, held: Iterable[int]) -> list[str]:
-    """Return each broken invariant in words. ``held`` names a block once per user's reference."""
+
+def check(tree: RadixTree, users: Iterable[Holder]) -> list[str]:
+    """Return each broken invariant in words, given all who hold blocks of the tree or pool."""
     try:
-        return [*tree.pool.check(), *_check_nodes(tree), *_check_references(tree, Counter(held))]
+        users = list(users)
+        nodes = _walk(tree)
+        ends, superseded = _ends(users)
+        return [
+            *tree.pool.check(),
+            *_check_shape(tree, nodes),
+            *_check_holds(tree, nodes, ends),
+            *_check_times(tree, nodes),
+            *_check_references(tree, nodes, users, superseded),
+            *tree.leaves.check([node for node in nodes if node.blocks and not node.children]),
+        ]
     except Exception as e:  # the walk itself tripped over what is broken
         return [f"the books cannot be read: {e!r}"]
 
 
-def _check_nodes(tree: RadixTree) -> list[str]:
+def _walk(tree: RadixTree) -> list[Node]:
+    """Return every node, roots too, parents before children."""
+    nodes: list[Node] = list(tree.roots.values())
+    for node in nodes:
+        nodes += (node.children or {}).values()
+    return nodes
+
+
+def _ends(users: list[Holder]) -> tuple[Ends, set[Node]]:
+    """Return where holds end, and the superseded tails, which hold what is before them."""
+    ends: Ends = {}
+    superseded: set[Node] = set()
+    for user in users:
+        if user._node is not None:
+            node = user._node.at(user._depth)
+            ends.setdefault(node, Counter())[user._depth] += 1
+            if not node.key:
+                superseded.add(node)
+    for tail in superseded:
+        if tail.start:
+            ends.setdefault(tail.above(), Counter())[tail.start] += 1
+    return ends, superseded
+
+
+def _check_shape(tree: RadixTree, nodes: list[Node]) -> list[str]:
     wrong: list[str] = []
-    leaves: list[Node] = []
-    num_nodes = 0
-    blocks: list[int] = []
     for identity, root in tree.roots.items():
         if root.identity != identity or root.blocks or root.key or not root.children:
             wrong.append(f"the root of {identity} is not one, or has nothing below it")
-        pending: list[Node] = [root]
-        while pending:
-            node = pending.pop()
-            if node is not root:
-                num_nodes += 1
-                blocks += node.blocks
-                wrong += _check_node(tree, node)
-                if not node.children:
-                    leaves.append(node)
-            for key, child in (node.children or {}).items():
-                if child.parent is not node or child.key[: tree.stride] != key:
-                    wrong.append(f"a child of {_name(node)} is filed under the wrong key or parent")
-                pending.append(child)
-            wrong += _check_siblings(tree, node)
-    if num_nodes != tree.num_nodes:
-        wrong.append(f"{tree.num_nodes} nodes by count, {num_nodes} by walk")
-    if len(set(blocks)) != len(blocks):
-        wrong.append("a block is in the tree twice")
-    if len(blocks) != tree.num_blocks:
-        wrong.append(f"{tree.num_blocks} blocks in the tree by count, {len(blocks)} by walk")
-    if sorted(blocks) != np.flatnonzero(tree.cached).tolist():
-        wrong.append("the marks of the blocks in the tree are not those of the tree")
-    return wrong + tree.leaves.check(leaves)
-
-
-def _check_node(tree: RadixTree, node: Node) -> list[str]:
-    """Check one edge: its length, and that use and holds do not grow along the path."""
-    wrong = []
-    tail = 0 < len(node.key) < tree.stride
-    if tail and (len(node.blocks) != 1 or node.children or len(node.key) % 4):
-        wrong.append(f"{_name(node)} is a tail with blocks or children behind it")
-    if not node.blocks or (not tail and len(node.key) != len(node.blocks) * tree.stride):
-        wrong.append(f"{_name(node)} has {len(node.blocks)} blocks, {len(node.key)} bytes of key")
-    ids = np.array(node.blocks, np.int64)
-    if node.parent is not None and node.parent.blocks:
-        ids = np.concatenate([[node.parent.blocks[-1]], ids])
-    counts, used = tree.pool.counts[ids], tree.leaves.used[ids]
-    if (counts[1:] > counts[:-1]).any():
-        wrong.append(f"{_name(node)} has a block that is held though the one before it is not")
-    if ((used[1:] > used[:-1]) & (counts[:-1] == 1)).any():
-        wrong.append(f"{_name(node)} has a block that is to outlive the one before it")
+    for node in nodes:
+        for key, child in (node.children or {}).items():
+            if child.parent is not node or child.key[: tree.stride] != key:
+                wrong.append(f"a child of {_name(node)} is filed under the wrong key or parent")
+            if child.start != node.end:
+                wrong.append(f"a child of {_name(node)} begins at a depth that is not its end")
+        wrong += _check_siblings(tree, node)
+    nodes = [node for node in nodes if node.parent is not None]
+    for node in nodes:
+        tail = 0 < len(node.key) < tree.stride
+        if tail and (len(node.blocks) != 1 or node.children or len(node.key) % 4):
+            wrong.append(f"{_name(node)} is a tail with blocks or children behind it")
+        if not node.blocks or (not tail and len(node.key) != len(node.blocks) * tree.stride):
+            size = f"{len(node.blocks)} blocks, {len(node.key)} bytes of key"
+            wrong.append(f"{_name(node)} has {size}")
+    if len(nodes) != tree.num_nodes:
+        wrong.append(f"{tree.num_nodes} nodes by count, {len(nodes)} by walk")
+    num_blocks = sum(len(node.blocks) for node in nodes)
+    if num_blocks != tree.num_blocks:
+        wrong.append(f"{tree.num_blocks} blocks in the tree by count, {num_blocks} by walk")
     return wrong
 
 
@@ -82,25 +96,72 @@ def _check_siblings(tree: RadixTree, node: Node) -> list[str]:
         wrong += node.order.check()
         if node.order.keys() != keys:
             wrong.append(f"the sorted children of {_name(node)} are not its children")
-    elif keys and tree.block_size > 1:
+    elif len(keys) > 1 and tree.block_size > 1:
         wrong.append(f"the children of {_name(node)} are not sorted")
     if any(b.startswith(a) for a, b in zip(keys, keys[1:], strict=False)):
         wrong.append(f"a tail below {_name(node)} is the beginning of its sibling")
     return wrong
 
 
-def _check_references(tree: RadixTree, held: Counter[int]) -> list[str]:
-    """Compare the pool's counts with the tree's references and the users'."""
-    expected = tree.cached.astype(np.int32)
-    for block, times in held.items():
-        expected[block] += times
-    wrong = [
-        f"block {block} is counted {tree.pool.counts[block]} times and held {expected[block]} times"
-        for block in np.flatnonzero(expected != tree.pool.counts).tolist()
-    ]
-    evictable = int(np.count_nonzero(tree.cached & (tree.pool.counts == 1)))
+def _check_holds(tree: RadixTree, nodes: list[Node], ends: Ends) -> list[str]:
+    """Compare locks, the depths they reach and the count of what they do not reach."""
+    wrong = []
+    evictable = 0
+    for node in reversed(nodes):  # children before parents
+        if not node.blocks:
+            continue
+        here = ends.get(node, Counter())
+        inside = {depth: n for depth, n in here.items() if depth != node.end}
+        locked_children = sum(1 for child in (node.children or {}).values() if child.locks)
+        if node.locks != here.total() + locked_children:
+            wrong.append(
+                f"{_name(node)} has {node.locks} locks for {here.total()} holds "
+                f"and {locked_children} locked children"
+            )
+        if (node.ends or {}) != inside or node.ends == {}:
+            wrong.append(f"{_name(node)} knows of holds to {node.ends}, and they are to {inside}")
+        if any(not node.start < depth <= node.end for depth in here):
+            wrong.append(f"a hold on {_name(node)} ends at none of its depths")
+        evictable += len(node.blocks) - node.num_held()
+    for node in ends.keys() - set(nodes):
+        if node.key or node.locks != ends[node].total() or len(node.blocks) != 1:
+            wrong.append(f"{_name(node)} is held {ends[node].total()} times and not in the tree")
     if evictable != tree.evictable:
         wrong.append(f"{tree.evictable} blocks are evictable by count, {evictable} by walk")
+    return wrong
+
+
+def _check_times(tree: RadixTree, nodes: list[Node]) -> list[str]:
+    """Check that later uses end before earlier ones, all on the edge and none in the future."""
+    wrong = []
+    for node in nodes:
+        steps = [(node.end, node.used), *(node.steps or [])]
+        depths, times = zip(*steps, strict=True)
+        if node.steps == [] or depths[-1] <= node.start and node.steps:
+            wrong.append(f"a use of {_name(node)} ended before it begins")
+        if sorted(set(depths), reverse=True) != [*depths] or sorted(set(times)) != [*times]:
+            wrong.append(f"the uses of {_name(node)} are out of order: {steps}")
+        if not 0 < times[0] <= times[-1] <= tree.clock:
+            wrong.append(f"{_name(node)} was used at a time that never was: {steps}")
+    return wrong
+
+
+def _check_references(
+    tree: RadixTree, nodes: list[Node], users: list[Holder], superseded: set[Node]
+) -> list[str]:
+    """Compare the pool's counts with who owns what: the tree once, tables once each."""
+    through_tree = Counter(block for node in [*nodes, *superseded] for block in node.blocks)
+    directly = Counter(block for user in users for block in user.own_references())
+    twice = [block for block, n in through_tree.items() if n > 1]
+    wrong = [f"blocks {twice} are in the tree twice"] if twice else []
+    for block in sorted(through_tree.keys() & directly.keys()):
+        wrong.append(f"block {block} is in the tree and a table's own")
+    expected = np.zeros(tree.pool.capacity, np.int32)
+    for block, times in (through_tree + directly).items():
+        expected[block] = times
+    for block in np.flatnonzero(expected != tree.pool.counts).tolist():
+        counted = tree.pool.counts[block]
+        wrong.append(f"block {block} is counted {counted} times and held {expected[block]} times")
     return wrong
 
 

@@ -1,10 +1,11 @@
-"""The pool of KV blocks: which ids are free, and how many hold each of the others.
+"""The pool of KV blocks: which ids are free, and how many own each of the others.
 
 Knows block ids and reference counts; nothing of tokens, trees or tensors.
 """
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,8 +13,12 @@ import numpy.typing as npt
 
 from radixkv.errors import OutOfBlocks
 
-BlockIds: TypeAlias = npt.NDArray[np.int64]
-"""Ids as numpy indexes with them; int32 would be cast on each use, at five times the cost."""
+BlockIds: TypeAlias = "array[int]"
+"""Ids as ``array("i")``: cut, joined and compared in C without numpy's price per call."""
+
+NO_BLOCKS: BlockIds = array("i")
+
+_FEW = 24  # blocks up to which numpy costs more than it saves
 
 
 class BlockCopy(NamedTuple):
@@ -27,21 +32,26 @@ class BlockCopy(NamedTuple):
 class BlockPool:
     """Counts references to ``capacity`` blocks; a block with none is free.
 
+    A block of the tree has one reference, the tree's, however many paths in use lead through it;
+    a block of a table has one, or one for each fork that shares it.
+
     Conservation law, true between any two calls: ``free + referenced == capacity``.
-    Every operation is O(blocks moved), in C.
+    Every operation is O(blocks moved).
     """
 
-    __slots__ = ("_stack", "capacity", "counts", "free")
+    __slots__ = ("_count", "_stack", "capacity", "counts", "free")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"a pool has {capacity} blocks; wanted at least 1")
         self.capacity = capacity
-        self.counts: npt.NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self._count = array("i", bytes(4 * capacity))
+        # The same memory as numpy sees it, for many blocks at once.
+        self.counts: npt.NDArray[np.int32] = np.frombuffer(self._count, np.int32)
         self.free = capacity
-        # The free ids are _stack[:free]. Taken and given in reverse, so that a fresh pool, and one
-        # that gets back what it handed out, deals consecutive ids: contiguous memory on the device.
-        self._stack: npt.NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        # The free ids. Taken and given in reverse, so that a fresh pool, and one that gets back
+        # what it handed out, deals consecutive ids: contiguous memory on the device.
+        self._stack: BlockIds = array("i", range(capacity - 1, -1, -1))
 
     @property
     def referenced(self) -> int:
@@ -53,56 +63,73 @@ class BlockPool:
         left = self.free - n
         if left < 0:
             raise OutOfBlocks(n, self.free, 0)
-        ids = self._stack[left : self.free][::-1].astype(np.int64)
-        self.counts[ids] = 1
+        ids = self._stack[left:]
+        del self._stack[left:]
+        ids.reverse()
         self.free = left
+        if n > _FEW:
+            self.counts[ids] = 1
+        else:
+            for block in ids:
+                self._count[block] = 1
         return ids
+
+    def references(self, block: int) -> int:
+        """Return how many references ``block`` has."""
+        return self._count[block]
 
     def share(self, ids: BlockIds) -> None:
         """Add a reference to each of ``ids`` (distinct, each referenced already)."""
-        counts = self.counts[ids]
-        if not counts.all():
-            raise ValueError(f"shared a free block: {ids[counts == 0].tolist()}")
-        self.counts[ids] = counts + 1
+        free = [block for block in ids if not self._count[block]]
+        if free:
+            raise ValueError(f"shared a free block: {free}")
+        for block in ids:
+            self._count[block] += 1
 
     def drop(self, ids: BlockIds) -> int:
         """Take one reference from each of ``ids`` (distinct); return how many became free.
 
         A block without references is refused (ValueError), and then nothing is changed.
         """
-        counts = self.counts[ids] - 1
-        if (counts < 0).any():
-            raise ValueError(f"gave back a free block: {ids[counts < 0].tolist()}")
-        self.counts[ids] = counts
-        gone = ids[counts == 0]
-        if gone.size:
-            self.put_back(gone)
-        return int(gone.size)
+        if len(ids) > _FEW:
+            return self._drop_many(ids)
+        count = self._count
+        for block in ids:
+            if not count[block]:
+                raise ValueError(f"gave back a free block: {block}")
+        free = self.free
+        for block in reversed(ids):
+            count[block] -= 1
+            if not count[block]:
+                self._stack.append(block)
+                self.free += 1
+        return self.free - free
 
-    def put_back(self, ids: BlockIds) -> None:
-        """Put blocks on the free list whose count the caller has just brought to 0."""
-        end = self.free + len(ids)
-        self._stack[self.free : end] = ids[::-1]
-        self.free = end
+    def _drop_many(self, ids: BlockIds) -> int:
+        which = np.array(ids)
+        counts = self.counts[which] - 1
+        if counts.min() < 0:
+            raise ValueError(f"gave back a free block: {which[counts < 0].tolist()}")
+        self.counts[which] = counts
+        gone = which[counts == 0]
+        self._stack.frombytes(gone[::-1].tobytes())
+        self.free += len(gone)
+        return len(gone)
 
-    def take_one(self) -> int:
-        """Return one free block with one reference; there is one."""
-        self.free -= 1
-        block: int = self._stack.item(self.free)
-        self.counts[block] = 1
-        return block
-
-    def put_back_one(self, block: int) -> None:
-        """Put a block on the free list whose count the caller has just brought to 0."""
-        self._stack[self.free] = block
-        self.free += 1
+    def reset(self) -> int:
+        """Take all references back, whoever has them; return how many blocks that freed."""
+        freed = self.referenced
+        self.counts[:] = 0
+        self.free = self.capacity
+        self._stack = array("i", range(self.capacity - 1, -1, -1))
+        return freed
 
     def check(self) -> list[str]:
         """Return each broken invariant in words. O(capacity)."""
         wrong = []
-        free = self._stack[: self.free]
-        if not 0 <= self.free <= self.capacity:
-            return [f"{self.free} blocks are free of {self.capacity}"]
+        if self.free != len(self._stack):
+            wrong.append(f"{self.free} blocks are free by count, {len(self._stack)} by list")
+        free = np.array(self._stack, np.int64)
         if len(np.unique(free)) != len(free):
             wrong.append("a block is on the free list twice")
         if self.counts.min() < 0:

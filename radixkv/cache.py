@@ -6,95 +6,18 @@ it owns ``num_blocks`` blocks of device memory, computes what is missing and say
 
 from __future__ import annotations
 
-import sys
-
-import numpy as np
-import numpy.typing as npt
+from array import array
 
 from radixkv import audit
-from radixkv.blocks import BlockIds, BlockPool
+from radixkv.blocks import NO_BLOCKS, BlockPool
 from radixkv.errors import CacheBusy
 from radixkv.identity.identity import CacheIdentity
-from radixkv.nodes import NOTHING, Match
+from radixkv.lease import Lease
+from radixkv.matching import NOTHING, Match
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
 from radixkv.tokens import encode
-from radixkv.tree import NO_PLACE, Place, RadixTree
-
-_INT64 = np.dtype(np.int64)
-_NO_IDS: BlockIds = np.empty(0, np.int64)
-
-
-class Lease:
-    """A hold on the resident prefix of a sequence: while it lives, no block of it goes.
-
-    ``cached_tokens`` counts whole blocks and the beginning of one more, which is to be copied
-    before it is written behind. End it with ``release()`` (idempotent), by leaving its context, or
-    by handing it to ``PrefixCache.open``.
-    """
-
-    __slots__ = (
-        "_cache",
-        "_counted",
-        "_ids",
-        "_len",
-        "_place",
-        "cached_tokens",
-        "identity",
-        "released",
-    )
-
-    def __init__(
-        self,
-        cache: PrefixCache,
-        identity: CacheIdentity,
-        ids: BlockIds,
-        num_blocks: int,
-        cached_tokens: int,
-        place: Place,
-        counted: tuple[int, int, bool],
-    ) -> None:
-        self._cache = cache
-        self._ids = ids  # with room to spare for a table; the first _len are held
-        self._len = num_blocks
-        self._counted = counted  # tokens asked for, found in a partial block, was it a resumption
-        self.identity = identity
-        self._place = place  # of the whole blocks
-        self.cached_tokens = cached_tokens
-        self.released = False
-        cache._live.add(self)
-
-    @property
-    def blocks(self) -> npt.NDArray[np.int32]:
-        """The blocks that hold the cached tokens, the last perhaps in part; a copy. [n] int32."""
-        return self._ids[: self._len].astype(np.int32)
-
-    def release(self) -> None:
-        """Let the blocks go; they stay cached. Idempotent."""
-        if self.released:
-            return
-        self.released = True
-        self._cache._live.discard(self)
-        if self._len:
-            self._cache.tree.release(self._ids[: self._len], self._place[1])
-        self._ids, self._len = _NO_IDS, 0
-
-    def cancel(self) -> None:
-        """Release it, and take back what its acquisition counted: it was looked at, never used."""
-        if self.released:
-            return
-        self._cache._count(-1, self._counted, self.cached_tokens)
-        self.release()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-    def references(self) -> list[int]:
-        """Return each block that this lease holds a reference to."""
-        return [*self._ids[: self._len].tolist()]
+from radixkv.tree import RadixTree
 
 
 class PrefixCache:
@@ -148,24 +71,20 @@ class PrefixCache:
         """
         if type(tokens) is not bytes:
             tokens = encode(tokens)
-        match, cached = self._match(identity, tokens, max_cached)
-        runs, num_whole, source, num_valid, node = match
-        counted = (len(tokens) // 4, num_valid, resumed)
+        (runs, num_whole, source, num_valid, node), cached = self._match(
+            identity, tokens, max_cached
+        )
+        ids = array("i")
+        for run in runs:
+            ids += run
+        if source is not None:
+            ids.append(source)
+        if node is not None:
+            self.tree.hold(node, len(ids))
+        lease = Lease(self, identity, ids, node, len(ids), cached)
+        lease._counted = counted = (len(tokens) // 4, num_valid, resumed)
         self._count(1, counted, cached)
-        if not cached:
-            return Lease(self, identity, _NO_IDS, 0, 0, NO_PLACE, counted)
-        # Room for the rest of the sequence behind what is there already, so a table need not copy.
-        spare = len(tokens) // self.tree.stride + 2 - num_whole
-        if source is None:
-            ids = np.frombuffer(bytearray().join([*runs, bytes(8 * spare)]), _INT64)
-            num_blocks = num_whole
-        else:
-            last = source.to_bytes(8, sys.byteorder)
-            ids = np.frombuffer(bytearray().join([*runs, last, bytes(8 * spare)]), _INT64)
-            num_blocks = num_whole + 1
-        self.tree.hold(ids[:num_blocks])
-        place = (node, num_whole, False)
-        return Lease(self, identity, ids, num_blocks, cached, place, counted)
+        return lease
 
     def lookup(
         self, identity: CacheIdentity, tokens: bytes, *, max_cached: int | None = None
@@ -179,11 +98,13 @@ class PrefixCache:
         """Return a sequence's table, which takes over what ``lease`` holds, and end the lease."""
         if lease.released:
             raise ValueError("this lease was released or opened before")
+        table = BlockTable(
+            self, lease.identity, lease._ids, lease._node, lease._depth, lease.cached_tokens
+        )
         lease.released = True
+        lease._ids, lease._node, lease._depth = NO_BLOCKS, None, 0
         self._live.discard(lease)
-        ids, num_blocks = lease._ids, lease._len
-        lease._ids, lease._len = _NO_IDS, 0
-        return BlockTable(self, lease.identity, ids, num_blocks, lease.cached_tokens, lease._place)
+        return table
 
     def _count(self, sign: int, counted: tuple[int, int, bool], hit: int) -> None:
         num_tokens, partial, resumed = counted
@@ -276,5 +197,4 @@ class PrefixCache:
 
     def check(self) -> list[str]:
         """Return each broken invariant in words. O(blocks): for tests and idle moments."""
-        held = [block for user in self._live for block in user.references()]
-        return audit.check(self.tree, held)
+        return audit.check(self.tree, self._live)

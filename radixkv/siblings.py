@@ -35,7 +35,7 @@ class SortedKeys:
             self._runs.append([key])
             self._lasts.append(key)
             return
-        at = min(bisect_left(self._lasts, key), len(self._lasts) - 1)
+        at = self._run_of(key)
         run = self._runs[at]
         insort(run, key)
         self._lasts[at] = run[-1]
@@ -48,7 +48,7 @@ class SortedKeys:
         """Take ``key`` out; it is there."""
         if len(key) < self._full_length:
             self.num_short -= 1
-        at = bisect_left(self._lasts, key)
+        at = self._run_of(key)
         run = self._runs[at]
         del run[bisect_left(run, key)]
         if run:
@@ -58,14 +58,20 @@ class SortedKeys:
 
     def around(self, key: bytes) -> tuple[bytes | None, bytes | None]:
         """Return the greatest key below ``key`` and the least key not below it."""
-        at = bisect_left(self._lasts, key)
-        if at == len(self._runs):
-            return (self._lasts[-1] if self._lasts else None), None
+        if not self._runs:
+            return None, None
+        at = self._run_of(key)
         run = self._runs[at]
         i = bisect_left(run, key)
+        after = run[i] if i < len(run) else None
         if i:
-            return run[i - 1], run[i]
-        return (self._lasts[at - 1] if at else None), run[0]
+            return run[i - 1], after
+        return (self._lasts[at - 1] if at else None), after
+
+    def _run_of(self, key: bytes) -> int:
+        """Return the place of the run that ``key`` is or would be in; there is one."""
+        num = len(self._lasts)
+        return 0 if num == 1 else min(bisect_left(self._lasts, key), num - 1)
 
     def keys(self) -> list[bytes]:
         """Return all keys in order. O(n)."""

@@ -6,16 +6,17 @@ must be copied is returned, for whoever runs the device.
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import OutOfBlocks
+from radixkv.growing import add_tail, extend, follow
 from radixkv.identity.identity import CacheIdentity
+from radixkv.lease import Holder
+from radixkv.nodes import Node
+from radixkv.shrinking import disown, evict, take
 from radixkv.tokens import encode
-from radixkv.tree import Place
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
@@ -23,28 +24,30 @@ if TYPE_CHECKING:
 _RELEASED = "this table was released"
 
 
-class BlockTable:
+class BlockTable(Holder):
     """Logical block -> physical block, and how many tokens' KV exists.
 
         positions   0 ........ num_tokens ........ len(blocks) * block_size
                     | KV exists | reserved: may be written |
 
-    Holds one reference to each block, released by ``release()`` or on leaving its context. The
-    first ``num_published`` blocks are in the tree. Blocks that others hold too are never written:
-    ``reserve`` replaces the one under the write position by a copy. Not thread-safe.
+        blocks      0 ...... _num_in ...... len(blocks)
+                    | in the tree | ours |
+
+    What is in the tree is held through it, the rest by a reference to each block; both are let go
+    by ``release()`` or on leaving its context. The first ``num_published`` blocks are whole and in
+    the tree; one more may be in that we have filled, or use, in part. Blocks that others hold too
+    are never written: ``reserve`` replaces the one under the write position by a copy, and its
+    source stays held until ``commit``. Not thread-safe.
     """
 
     __slots__ = (
-        "_cache",
-        "_held",
-        "_ids",
-        "_len",
-        "_place",
-        "cached_tokens",
-        "identity",
+        "_forks",
+        "_moved",
+        "_num_in",
+        "_sources",
+        "_sources_in",
         "num_published",
         "num_tokens",
-        "released",
     )
 
     def __init__(
@@ -52,37 +55,33 @@ class BlockTable:
         cache: PrefixCache,
         identity: CacheIdentity,
         ids: BlockIds,
-        num_blocks: int,
+        node: Node | None,
+        depth: int,
         num_tokens: int,
-        place: Place,
     ) -> None:
-        self._cache = cache
-        self._ids = ids  # perhaps with room to spare; the first _len are ours
-        self._len = num_blocks
-        self._held: list[int] = []  # sources of copies that the device has yet to make
-        self._place = place  # of the published part
-        self.identity = identity
+        super().__init__(cache, identity, ids, node, depth, num_tokens)
         self.num_tokens = num_tokens
-        self.cached_tokens = num_tokens
-        self.num_published = place[1]
-        self.released = False
-        cache._live.add(self)
-
-    @property
-    def blocks(self) -> npt.NDArray[np.int32]:
-        """The physical blocks in order, reserved ones included; a copy. [n] int32."""
-        return self._ids[: self._len].astype(np.int32)
+        self.num_published = num_tokens // cache.block_size
+        self._num_in = depth
+        # Sources of copies that the device has yet to make: those with a reference of ours, and
+        # those in the tree, which is why ``_depth`` may be more than ``_num_in``.
+        self._sources: list[int] = []
+        self._sources_in: list[int] = []
+        self._forks: set[BlockTable] | None = None  # those that we may share blocks of ours with
+        self._moved = False  # we were pointed at resident blocks that the forks may not hold
 
     @property
     def num_blocks(self) -> int:
         """Blocks held, reserved ones included."""
-        return self._len
+        return len(self._ids)
+
+    # -- writing -----------------------------------------------------------------------------------
 
     def blocks_needed(self, n: int) -> int:
         """Return how many new blocks ``reserve(n)`` would take now, a copy's target included."""
         cache = self._cache
         size = cache.block_size
-        needed = max(0, -(-(self.num_tokens + n) // size) - self._len)
+        needed = max(0, -(-(self.num_tokens + n) // size) - len(self._ids))
         if n > 0 and self.num_tokens % size and self._is_shared(self.num_tokens // size):
             needed += 1
             if needed == cache.available + 1 and self._can_take_over(self.num_tokens // size):
@@ -99,97 +98,62 @@ class BlockTable:
             raise ValueError(_RELEASED)
         if n < 0:
             raise ValueError(f"reserve({n}); wanted 0 or more")
-        tree, num_tokens = self._cache.tree, self.num_tokens
-        size = tree.block_size
-        new = -(-(num_tokens + n) // size) - self._len
+        tree, ids = self._cache.tree, self._ids
+        num_tokens, size = self.num_tokens, tree.block_size
+        at, num_valid = num_tokens // size, num_tokens % size
+        new = -(-(num_tokens + n) // size) - len(ids)
         if new < 0:
             new = 0
-        at, num_valid = num_tokens // size, num_tokens % size
-        copies = num_valid > 0 and n > 0 and self._is_shared(at)
+        writes = num_valid > 0 and n > 0  # into a block that exists already
+        copies = writes and self._is_shared(at)
         if new + copies > tree.pool.free + tree.evictable:
             if not (copies and new == self._cache.available and self._can_take_over(at)):
                 raise OutOfBlocks(new + copies, tree.pool.free, tree.evictable)
             # The block to copy is held by us and the tree alone, and its room is needed: rather
             # than fail beside it, take it out of the tree and write in place.
-            tree.evict(tree.evictable)
-            tree.disown(self._ids.item(at))
+            evict(tree, tree.evictable)
+            tree.num_evicted += 1
             copies = False
-        source = self._ids.item(at) if copies else None
-        # The copy's target is taken in one go with what follows it, where it is the last block.
-        first = at if copies and at == self._len - 1 else self._len
-        end = self._len + new
-        if end > len(self._ids):
-            self._grow(end)
-        if end - first == 1:
-            self._ids[first] = tree.take_one()
-        elif end > first:
-            tree.take(self._ids[first:end])
-        self._len = end
-        if source is None:
+        if writes and not copies and at < self._num_in:
+            self._take_over(at)
+        if not new + copies:
             return []
-        if first > at:
-            self._ids[at] = tree.take_one()
-        return [self._copy(source, self._ids.item(at), num_valid)]
+        taken = take(tree, new + copies)
+        if not copies:
+            ids += taken
+            return []
+        source, target = ids[at], taken.pop(0)
+        ids[at] = target
+        ids += taken
+        self._note_copy(source, at, num_valid)
+        return [BlockCopy(source, target, num_valid)]
 
-    def _copy(self, source: int, target: int, num_valid: int) -> BlockCopy:
+    def _note_copy(self, source: int, at: int, num_valid: int) -> None:
         """Note a copy that the device is to make: until then ``source`` stays held."""
         cache = self._cache
-        self._held.append(source)
+        cache._cow_copies += 1
+        if at < self._num_in:
+            self._num_in = at
+            self._sources_in.append(source)
+            return
+        self._sources.append(source)
         holds, most = cache._copying.get(source, (0, 0))
         cache._copying[source] = (holds + 1, most if most > num_valid else num_valid)
-        cache._cow_copies += 1
-        return BlockCopy(source, target, num_valid)
 
     def commit(self, n: int) -> None:
         """Note that the device has made the copies and the KV of ``n`` more tokens."""
         if self.released:
             raise ValueError(_RELEASED)
-        if not 0 <= n <= self._len * self._cache.block_size - self.num_tokens:
-            raise ValueError(
-                f"commit({n}): {self._len * self._cache.block_size - self.num_tokens} reserved"
-            )
+        size = self._cache.block_size
+        reserved = len(self._ids) * size - self.num_tokens
+        if not 0 <= n <= reserved:
+            raise ValueError(f"commit({n}): {reserved} reserved")
         self.num_tokens += n
-        if self._held:
+        if self._sources_in:
+            self._sources_in.clear()
+            self._hold_only(self._num_in)
+        if self._sources:
             self._let_sources_go()
-
-    def publish(self, tokens: bytes, *, tail: bool = False) -> None:
-        """Let others share the whole blocks of the first ``num_tokens``, whose KV exists.
-
-        ``tokens`` are the sequence's, at least that many. Where equal blocks are resident the table
-        is pointed at them and its own are freed. With ``tail`` the tokens behind the last whole
-        block are shared too, unless their block is a copy that the device has yet to make. O(what
-        is new), plus a memcmp of the rest in the worst case.
-        """
-        if self.released:
-            raise ValueError(_RELEASED)
-        cache = self._cache
-        if not cache.enabled:
-            return
-        if type(tokens) is not bytes:
-            tokens = encode(tokens)
-        num_whole, rest = divmod(self.num_tokens, cache.block_size)
-        if len(tokens) < 4 * self.num_tokens:
-            raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {self.num_tokens}")
-        if num_whole > self.num_published:
-            self._place = cache.tree.insert(
-                self.identity, tokens, self._ids[:num_whole], self.num_published, self._place
-            )
-            self.num_published = self._place[1]
-        if tail and rest and self.num_published == num_whole and not self._held:
-            end = 4 * self.num_tokens
-            key = tokens if len(tokens) == end else tokens[:end]
-            cache.tree.insert_tail(self.identity, key, self._ids[: num_whole + 1], self._place)
-
-    def fork(self) -> BlockTable:
-        """Return a second table of the same tokens: it shares their blocks and copies on write."""
-        if self.released:
-            raise ValueError(_RELEASED)
-        ids = self._ids[: -(-self.num_tokens // self._cache.block_size)].copy()
-        if len(ids):
-            self._cache.pool.share(ids)
-        twin = BlockTable(self._cache, self.identity, ids, len(ids), self.num_tokens, self._place)
-        twin.cached_tokens = self.cached_tokens
-        return twin
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` and let go the blocks behind them, reserved ones too."""
@@ -199,37 +163,148 @@ class BlockTable:
             raise ValueError(f"truncate({num_tokens}): KV exists for {self.num_tokens} tokens")
         size = self._cache.block_size
         keep = -(-num_tokens // size)
-        gone = self._ids[keep : self._len]
-        self._len = keep
         self.num_tokens = num_tokens
-        published = self.num_published
-        if published > num_tokens // size:
-            self.num_published = num_tokens // size
-            self._place = (None, self.num_published, self._place[2])
-        if gone.size:
-            self._cache.tree.release(gone, max(published - keep, 0))
+        self.num_published = min(self.num_published, num_tokens // size)
+        gone = self._ids[max(keep, self._num_in) :]
+        del self._ids[keep:]
+        if keep < self._num_in:
+            self._num_in = keep
+            if not self._sources_in:  # else with them
+                self._hold_only(keep)
+        self._cache.pool.drop(gone)
+
+    def fork(self) -> BlockTable:
+        """Return a second table of the same tokens: it shares their blocks and copies on write."""
+        if self.released:
+            raise ValueError(_RELEASED)
+        cache = self._cache
+        ids = self._ids[: -(-self.num_tokens // cache.block_size)]
+        num_in = min(self._num_in, len(ids))
+        cache.pool.share(ids[num_in:])
+        node = cache.tree.hold(self._node, num_in) if num_in and self._node is not None else None
+        twin = BlockTable(cache, self.identity, ids, node, num_in, self.num_tokens)
+        twin.cached_tokens = self.cached_tokens
+        twin.num_published = self.num_published
+        twin._moved = self._moved
+        if num_in < len(ids):
+            if self._forks is None:
+                self._forks = {self}
+            twin._forks = self._forks
+            self._forks.add(twin)
+        return twin
 
     def release(self) -> None:
         """Let all blocks go: what was published stays cached, the rest is free. Idempotent."""
         if self.released:
             return
-        self.released = True
-        self._cache._live.discard(self)
-        if self._held:
+        if self._sources:
             self._let_sources_go()
-        if self._len:
-            self._cache.tree.release(self._ids[: self._len], self.num_published)
-        self._len = 0
+        self._sources_in.clear()
+        if self._forks is not None:
+            self._forks.discard(self)
+        if self._num_in < len(self._ids):
+            self._cache.pool.drop(self._ids[self._num_in :])
+            self._num_in = 0
+        super().release()
 
-    def __enter__(self) -> BlockTable:
-        return self
+    # -- sharing -----------------------------------------------------------------------------------
 
-    def __exit__(self, *exc: object) -> None:
-        self.release()
+    def publish(self, tokens: bytes, *, tail: bool = False) -> None:
+        """Let others share the whole blocks of the first ``num_tokens``, whose KV exists.
+
+        ``tokens`` are the sequence's, at least that many. Where equal blocks are resident the table
+        is pointed at them and its own are freed. With ``tail`` the tokens behind the last whole
+        block are shared too, unless their block is a copy that the device has yet to make. What a
+        fork shares, and is yet to be copied by it or lies behind what it does not hold, has to wait
+        until it has let go. O(what is new).
+        """
+        if self.released:
+            raise ValueError(_RELEASED)
+        cache = self._cache
+        if not cache.enabled:
+            return
+        if type(tokens) is not bytes:
+            tokens = encode(tokens)
+        if len(tokens) < 4 * self.num_tokens:
+            raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {self.num_tokens}")
+        num_whole, rest = divmod(self.num_tokens, cache.block_size)
+        if num_whole > self.num_published:
+            self._publish_whole(tokens, num_whole)
+        if tail and rest and self.num_published == num_whole:
+            self._publish_tail(tokens[num_whole * cache.tree.stride : 4 * self.num_tokens])
+
+    def _publish_whole(self, tokens: bytes, stop: int) -> None:
+        tree, ids, start = self._cache.tree, self._ids, self.num_published
+        if start < self._num_in and not self._take_back(start):
+            return
+        node, depth = follow(tree, self._node or tree.root(self.identity), start, tokens, ids, stop)
+        if self._forks is not None:
+            self._moved |= depth > start
+            stop = self._ready(depth, stop)
+        if depth < stop:
+            key = tokens[depth * tree.stride : stop * tree.stride]
+            node = extend(tree, node, depth, key, ids[depth:stop])
+        if not stop:
+            if node.children is None:
+                del tree.roots[self.identity]  # made in vain
+            return
+        self.num_published = stop
+        self._sink(node, stop)
+
+    def _publish_tail(self, tail: bytes) -> None:
+        tree, at = self._cache.tree, self.num_published
+        if self._sources or self._sources_in:
+            return
+        if at < self._num_in and (self._is_in(at, len(tail)) or not self._take_back(at)):
+            return
+        if self._forks is None or self._ready(at, at + 1) > at:
+            node = self._node or tree.root(self.identity)
+            end = add_tail(tree, node, at, tail, self._ids[at])
+            if end is not None:
+                self._sink(end, at + 1)
+
+    def _ready(self, start: int, stop: int) -> int:
+        """Return to where our blocks from ``start`` on may enter the tree, for all our forks."""
+        for at in range(start, stop):
+            block = self._ids[at]
+            if block in self._cache._copying:
+                return at
+            if self._moved and self._cache.pool.references(block) > 1:
+                return at  # a fork has it without what is resident before it
+        return stop
+
+    def _sink(self, node: Node, depth: int) -> None:
+        """Note that our hold ends at ``depth`` now, and let our forks hold the same."""
+        self._node, self._depth, self._num_in = node, depth, depth
+        for fork in self._forks or ():
+            if fork is not self:
+                fork._sink_with(self)
+
+    def _sink_with(self, other: BlockTable) -> None:
+        """Hold through the tree what of our own blocks ``other`` has just published."""
+        first = at = self._num_in
+        last = min(other._num_in, len(self._ids))
+        while at < last and self._ids[at] == other._ids[at]:
+            at += 1
+        if at == first or other._node is None:
+            return
+        tree = self._cache.tree
+        node = tree.hold(other._node, at)
+        if self._node is not None:
+            tree.let_go(self._node.at(self._depth), self._depth)
+        tree.pool.drop(self._ids[first:at])
+        self._node, self._depth, self._num_in = node, at, at
+        self.num_published = min(at, other.num_published, self.num_tokens // tree.block_size)
+
+    # -- whose blocks they are ---------------------------------------------------------------------
 
     def references(self) -> list[int]:
-        """Return each block that this table holds a reference to, copy sources included."""
-        return [*self._ids[: self._len].tolist(), *self._held]
+        """Return each block that is held from being reused, copy sources included."""
+        return [*self._ids, *self._sources, *self._sources_in]
+
+    def own_references(self) -> list[int]:
+        """Return each of them that is not held through the tree."""
+        return [*self._ids[self._num_in :], *self._sources]
 
     def _is_shared(self, at: int) -> bool:
         """Tell whether writing behind our last token, in block ``at``, could harm anybody else.
@@ -237,29 +312,72 @@ class BlockTable:
         Those who only wait for their copy of it read no further than their own last token, so of k
         sharers k - 1 copy and the last writes in place, even if all reserve before the device runs.
         """
-        block = self._ids.item(at)
-        users = self._cache.pool.counts.item(block)
+        if at < self._num_in:
+            return not self._is_left_to_us(at)
+        block = self._ids[at]
+        users = self._cache.pool.references(block)
         if users > 1 and block in self._cache._copying:
             holds, most = self._cache._copying[block]
             if most <= self.num_tokens % self._cache.block_size:
                 users -= holds
         return users > 1
 
-    def _can_take_over(self, at: int) -> bool:
-        """Tell whether the block is held by us and the tree alone, so the tree could let it go."""
-        block = self._ids.item(at)
-        return self._cache.pool.counts.item(block) == 2 and self._cache.tree.cached.item(block)
+    def _is_in(self, at: int, size: int) -> bool:
+        """Tell whether the first ``size`` bytes of block ``at`` can be found in the tree."""
+        assert self._node is not None
+        node = self._node.at(at + 1)
+        return len(node.key) - (at - node.start) * self._cache.tree.stride >= size
 
-    def _grow(self, least: int) -> None:
-        room = np.empty(least + least // 4 + 8, np.int64)
-        room[: self._len] = self._ids[: self._len]
-        self._ids = room
+    def _take_back(self, at: int) -> bool:
+        """Have block ``at``, which is or was a tail, for us alone; False while others have it too.
+
+        As after a tail was published though the room behind it was reserved, and has been filled.
+        """
+        assert self._node is not None
+        node = self._node.at(at + 1)
+        if node.locks > 1 or len(node.key) >= self._cache.tree.stride:
+            return False
+        self._take_over(at)
+        return True
+
+    def _is_left_to_us(self, at: int) -> bool:
+        """Tell whether block ``at`` was a tail that a longer one replaced, and is ours alone."""
+        if self._node is None or at != self._depth - 1:
+            return False
+        node = self._node.at(self._depth)
+        return not node.key and node.locks == 1
+
+    def _can_take_over(self, at: int) -> bool:
+        """Tell whether block ``at`` is only ours and the tree's, so the tree could let it go."""
+        if self._node is None or at != self._depth - 1:
+            return False
+        return self._node.at(self._depth).num_holding(self._depth) == 1
+
+    def _take_over(self, at: int) -> None:
+        """Make block ``at`` our own, which is left to us or which the tree can let go."""
+        assert self._node is not None and at == self._depth - 1
+        node = self._node.at(self._depth)
+        if node.key:
+            node = disown(self._cache.tree, node, self._depth)
+        else:
+            node.locks = 0  # its hold on the path before it is ours
+            node = node.above() if at else node
+        self._node = node if at else None
+        self._depth = self._num_in = at
+        self.num_published = min(self.num_published, at)
+
+    def _hold_only(self, depth: int) -> None:
+        """Let go what the tree holds for us behind ``depth``."""
+        assert self._node is not None
+        tree, node, end = self._cache.tree, self._node, self._depth
+        self._node, self._depth = tree.hold(node, depth) if depth else None, depth
+        tree.release(node, end)
 
     def _let_sources_go(self) -> None:
-        copying = self._cache._copying
-        for block in self._held:
-            holds, most = copying.pop(block)
+        cache = self._cache
+        for block in self._sources:
+            holds, most = cache._copying.pop(block)
             if holds > 1:
-                copying[block] = (holds - 1, most)
-            self._cache.tree.release_source(block)
-        self._held.clear()
+                cache._copying[block] = (holds - 1, most)
+            cache.pool.drop(array("i", [block]))
+        self._sources.clear()

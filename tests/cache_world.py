@@ -211,8 +211,10 @@ class World:
         ends = [*range(self.size, n + 1, self.size), *([n] if tail and n % self.size else [])]
         self.published |= {(s.who, *s.tokens[:end]) for end in ends}
         self.observe()
-        own = s.table.blocks[s.table.num_published :]
-        shared = bool((self.cache.pool.counts[own] > 1).any())
+        others: list[Lease | BlockTable] = [x.table for x in self.sequences if x is not s]
+        others += [lease for lease, _, _ in self.leases]
+        own = {*s.table.blocks[s.table.num_published :].tolist()}
+        shared = any(not own.isdisjoint(other.references()) for other in others)
         s.table.publish(encode(s.tokens), tail=tail)
         self.observe()
         if not shared and not s.copies:  # what others hold too may have to wait until they let go

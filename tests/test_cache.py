@@ -259,10 +259,7 @@ def test_a_broken_count_is_reported_and_nothing_stops() -> None:
     cache = PrefixCache(16)
     run(cache, range(64))
     cache.pool.counts[0] += 1
-    assert cache.check() == [
-        "block 0 is counted 2 times and held 1 times",
-        "4 blocks are evictable by count, 3 by walk",
-    ]
+    assert cache.check() == ["block 0 is counted 2 times and held 1 times"]
     assert run(cache, range(64)) == 63
 
 

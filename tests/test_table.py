@@ -8,6 +8,7 @@ from radixkv.blocks import BlockCopy
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks
 from radixkv.identity.identity import CacheIdentity
+from radixkv.shrinking import evict
 from radixkv.table import BlockTable
 from radixkv.tokens import encode
 
@@ -118,9 +119,9 @@ def test_a_partial_hit_is_copied_before_it_is_written_behind() -> None:
     assert table.num_tokens == table.cached_tokens == 5
     (copy,) = table.reserve(2)
     assert copy.num_valid == 1 and copy.source == 1 and copy.target == table.blocks[1]
-    assert cache.pool.counts[copy.source] == 2, "held until the copy is made"
+    assert copy.source in table.references() and cache.evictable_blocks == 0, "until it is copied"
     table.commit(2)
-    assert cache.pool.counts[copy.source] == 1
+    assert copy.source not in table.references() and cache.evictable_blocks == 1
     assert cache.check() == []
 
 
@@ -281,7 +282,6 @@ def test_a_copy_that_is_yet_to_be_made_is_not_published() -> None:
         table.publish(encode([1, 2, 3, 4]))
     table = begin(cache, [1, 2, 3, 9])
     assert len(table.reserve(1)) == 1
-    cache.tree.evict(0)
     before = cache.cached_blocks
     table.publish(encode([1, 2, 3, 9]), tail=True)
     assert cache.cached_blocks == before
@@ -290,7 +290,7 @@ def test_a_copy_that_is_yet_to_be_made_is_not_published() -> None:
     assert cache.cached_blocks == before and cache.check() == []
 
 
-def test_who_waits_to_copy_a_published_tail_is_counted_when_the_tree_has_let_it_go() -> None:
+def test_a_tail_that_others_wait_to_copy_is_not_published_anew_until_they_have() -> None:
     cache = PrefixCache(8, SIZE)
     table = begin(cache, [])
     fill(table, 2)
@@ -299,11 +299,12 @@ def test_who_waits_to_copy_a_published_tail_is_counted_when_the_tree_has_let_it_
     with begin(cache, [1, 2, 3, 9]) as longer:
         fill(longer, 1)
         longer.publish(encode([1, 2, 3]), tail=True)
-    cache.tree.evict(1)  # the longer one, which had taken the place of ours
+    evict(cache.tree, 1)  # the longer one, which had taken the place of ours
     table.publish(encode([1, 2]), tail=True)
-    assert cache.pool.counts[table.blocks[0]] == 3 and cache.check() == []
+    assert cache.cached_blocks == 0 and cache.check() == []
     waiting.release()
-    assert cache.check() == []
+    table.publish(encode([1, 2]), tail=True)
+    assert cache.lookup(MODEL, encode([1, 2, 7])) == 2 and cache.check() == []
 
 
 def test_a_parent_that_was_never_let_go_queues_when_it_becomes_a_leaf() -> None:
@@ -320,8 +321,8 @@ def test_a_parent_that_was_never_let_go_queues_when_it_becomes_a_leaf() -> None:
     assert cache.cached_blocks == 0 and cache.check() == []
 
 
-def test_two_that_are_to_copy_a_block_the_tree_has_let_go_are_both_counted() -> None:
-    """A tail that two wait to copy is replaced by a longer one: then it is theirs alone."""
+def test_of_two_that_share_a_tail_the_tree_has_let_go_one_copies_and_one_writes_in_place() -> None:
+    """COW-1: k - 1 copies also of a tail that was replaced by a longer one."""
     cache = PrefixCache(16, SIZE)
     with begin(cache, []) as table:
         fill(table, 2)
@@ -330,12 +331,110 @@ def test_two_that_are_to_copy_a_block_the_tree_has_let_go_are_both_counted() -> 
     with begin(cache, [1, 2, 3, 9]) as longer:
         fill(longer, 1)
         longer.publish(encode([1, 2, 3]), tail=True)
-    assert cache.pool.counts[first.blocks[0]] == 2 and cache.cached_blocks == 1
-    first.truncate(1)
-    first.publish(encode([1]), tail=True)  # resident already, as the beginning of the longer
-    cache.tree.evict(1)
-    first.publish(encode([1]), tail=True)
-    assert cache.pool.counts[first.blocks[0]] == 3 and cache.check() == []
-    second.publish(encode([1, 2]), tail=True)
-    assert fill(first, 1)[0].num_valid == 1 and len(fill(second, 1)) == 1
+    assert first.blocks.tolist() == second.blocks.tolist() and cache.cached_blocks == 1
+    assert cache.free_blocks == 16 - 2 and cache.check() == []
+    assert first.blocks_needed(1) == 1
+    (copy,) = fill(first, 1)
+    assert copy == (int(second.blocks[0]), int(first.blocks[0]), 2)
+    assert second.blocks_needed(1) == 0 and fill(second, 1) == []
     assert cache.check() == []
+    for each, token in ((first, 7), (second, 8)):
+        each.publish(encode([1, 2, token]), tail=True)
+        each.release()
+    assert (cache.cached_blocks, cache.available) == (3, 16) and cache.check() == []
+
+
+def test_a_tail_published_behind_reserved_room_is_taken_back_when_that_is_filled() -> None:
+    """It grows as a tail, and gives way to the whole block; but not while others wait for it."""
+    cache = PrefixCache(8, SIZE)
+    table = begin(cache, [])
+    fill(table, 1)
+    table.reserve(9)
+    table.publish(encode([1]), tail=True)
+    assert cache.lookup(MODEL, encode([1, 2, 3, 9])) == 1
+    table.commit(1)
+    table.publish(encode([1, 2]), tail=True)
+    assert cache.lookup(MODEL, encode([1, 2, 3, 9])) == 2 and cache.cached_blocks == 1
+    waiting = begin(cache, [1, 2, 5])
+    table.commit(1)
+    table.publish(encode([1, 2, 3]), tail=True)
+    assert cache.lookup(MODEL, encode([1, 2, 3, 9])) == 2, "it has to wait"
+    table.commit(7)
+    table.publish(encode([1, 2, 3, *range(7)]))
+    assert cache.lookup(MODEL, encode([1, 2, 3, *range(7)])) == 2, "so has what follows"
+    assert cache.check() == []
+    waiting.release()
+    table.publish(encode([1, 2, 3, *range(7)]), tail=True)
+    assert cache.lookup(MODEL, encode([1, 2, 3, *range(8)])) == 10
+    assert cache.stats().evicted_blocks == 0 and cache.check() == []
+
+
+def test_forks_hold_through_the_tree_what_one_of_them_publishes() -> None:
+    cache = PrefixCache(16, SIZE)
+    parent = begin(cache, [])
+    fill(parent, 10)
+    twins = [parent.fork() for _ in range(2)]
+    twins[1].truncate(6)
+    twins[0].publish(encode(range(10)))
+    assert [t.num_published for t in (parent, *twins)] == [2, 2, 1]
+    assert cache.pool.counts[:3].tolist() == [1, 1, 2] and cache.evictable_blocks == 0
+    assert cache.check() == []
+    twins[0].release()
+    parent.release()
+    assert cache.cached_blocks == 2 and cache.evictable_blocks == 0, "one uses both blocks yet"
+    assert cache.check() == []
+    twins[1].truncate(4)
+    assert cache.evictable_blocks == 1
+    twins[1].release()
+    assert (cache.evictable_blocks, cache.free_blocks) == (2, 14) and cache.check() == []
+
+
+def test_a_fork_that_holds_duplicates_keeps_its_blocks_out() -> None:
+    """Else it would hold a block of the tree without those before it."""
+    cache = PrefixCache(16, SIZE)
+    parent = begin(cache, [])
+    fill(parent, 8)
+    twin = parent.fork()
+    with begin(cache, []) as other:
+        fill(other, 4)
+        other.publish(encode(range(4)))
+    parent.publish(encode(range(8)))
+    assert parent.num_published == 1 and twin.num_published == 0
+    assert parent.blocks[0] != twin.blocks[0] and parent.blocks[1] == twin.blocks[1]
+    assert cache.cached_blocks == 1 and cache.check() == []
+    twin.release()
+    parent.publish(encode(range(8)))
+    assert parent.num_published == 2 and cache.check() == []
+
+
+def test_what_a_fork_is_yet_to_copy_is_published_when_it_has() -> None:
+    cache = PrefixCache(16, SIZE)
+    parent = begin(cache, [])
+    fill(parent, 2)
+    twin = parent.fork()
+    assert len(twin.reserve(1)) == 1
+    fill(parent, 2)
+    parent.publish(encode(range(4)))
+    assert cache.cached_blocks == 0 and cache.stats().identities == 0 and cache.check() == []
+    twin.commit(1)
+    parent.publish(encode(range(4)))
+    assert cache.cached_blocks == 1 and cache.check() == []
+    twin.release()
+    parent.release()
+    assert cache.available == 16
+
+
+def test_what_waits_to_be_copied_outlives_a_truncation() -> None:
+    cache = PrefixCache(4, SIZE)
+    with begin(cache, []) as table:
+        fill(table, 12)
+        table.publish(encode(range(12)))
+    table = begin(cache, [*range(10), 99])
+    (copy,) = table.reserve(1)
+    table.truncate(3)
+    assert cache.evictable_blocks == 0 and copy.source in table.references()
+    assert cache.check() == []
+    table.commit(0)
+    assert cache.evictable_blocks == 2 and cache.check() == []
+    table.release()
+    assert cache.available == 4

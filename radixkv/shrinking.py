@@ -1,0 +1,98 @@
+"""How blocks leave the tree: from the ends of its leaves, least recently used first.
+
+Knows the tree and whose turn it is; nothing of tokens beyond their length. O(1) per block,
+O(log leaves) per leaf.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from radixkv.blocks import BlockIds
+from radixkv.nodes import Node, Root
+from radixkv.tree import RadixTree
+
+
+def take(tree: RadixTree, n: int) -> BlockIds:
+    """Return ``n`` blocks of one reference each: free ones, then evicted ones.
+
+    The caller has seen to it that there are enough.
+    """
+    free = tree.pool.free
+    if n <= free:
+        return tree.pool.take(n)
+    out = tree.pool.take(free)
+    _evict_into(tree, out, n - free)
+    return out
+
+
+def evict(tree: RadixTree, n: int) -> int:
+    """Free up to ``n`` blocks; return how many."""
+    out = array("i")
+    _evict_into(tree, out, min(n, tree.evictable))
+    return tree.pool.drop(out)
+
+
+def _evict_into(tree: RadixTree, out: BlockIds, n: int) -> None:
+    """Append ``n`` evicted blocks; the tree's reference to each becomes the caller's."""
+    oldest, stride = tree.leaves.oldest, tree.stride
+    tree.num_blocks -= n
+    tree.evictable -= n
+    tree.num_evicted += n
+    tree.version += 1
+    while n:
+        node = oldest()
+        blocks = node.blocks
+        keep = len(blocks) - n
+        if keep < 0:
+            keep = 0
+        # What was used later, or is held, begins the edge.
+        if node.steps is not None and node.steps[0][0] - node.start > keep:
+            keep = node.steps[0][0] - node.start
+        if node.locks:
+            held = node.num_held()
+            if held > keep:
+                keep = held
+        n -= len(blocks) - keep
+        if keep:
+            out += blocks[keep:]
+            node.shorten(keep, stride)
+        else:
+            out += blocks
+            _remove(tree, node)
+
+
+def _remove(tree: RadixTree, leaf: Node) -> None:
+    """Take out a leaf, all of whose blocks go."""
+    parent = leaf.parent
+    assert parent is not None
+    tree.leaves.discard(leaf)
+    leaf.unlink(tree.stride)
+    leaf.fade()
+    tree.num_nodes -= 1
+    if parent.children is None:
+        if isinstance(parent, Root):
+            del tree.roots[parent.identity]
+        elif parent.num_held() < len(parent.blocks):
+            tree.leaves.add(parent)
+    elif len(parent.children) == 1 and parent.blocks:
+        tree.num_nodes -= parent.join(tree.stride)
+
+
+def disown(tree: RadixTree, node: Node, depth: int) -> Node:
+    """Give the last block of a path to the one who holds it, and return his hold on the rest.
+
+    For when nothing is evictable, so that no path goes on from it.
+    """
+    node = node.at(depth)
+    assert node.num_holding(depth) == 1 and node.end == depth and node.children is None
+    tree.num_blocks -= 1
+    tree.version += 1
+    if len(node.blocks) > 1:
+        node.shorten(len(node.blocks) - 1, tree.stride)
+        return node
+    parent = node.parent
+    assert parent is not None
+    # His hold on the parent is what the locked child has been.
+    _remove(tree, node)
+    return parent
