@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from radixkv.lease import Holder
+from radixkv.holder import Holder
 from radixkv.nodes import Node
 from radixkv.tree import RadixTree
 

@@ -10,9 +10,11 @@ from array import array
 
 from radixkv import audit
 from radixkv.blocks import NO_BLOCKS, BlockPool
+from radixkv.copies import PendingCopies
 from radixkv.errors import CacheBusy
+from radixkv.holder import Holder
 from radixkv.identity.identity import CacheIdentity
-from radixkv.lease import Lease
+from radixkv.lease import Lease as Lease
 from radixkv.matching import NOTHING, Match
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
@@ -47,9 +49,8 @@ class PrefixCache:
         self.force_miss = force_miss
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(self.pool, block_size)
-        self._live: set[Lease | BlockTable] = set()
-        # Block -> (copies of it that the device has yet to make, most tokens any of them reads).
-        self._copying: dict[int, tuple[int, int]] = {}
+        self._live: set[Holder] = set()
+        self._copies = PendingCopies()
         self._queries = self._queried = self._hit = self._partial = 0
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0

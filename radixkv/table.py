@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import OutOfBlocks
 from radixkv.growing import add_tail, extend, follow
+from radixkv.holder import Holder
 from radixkv.identity.identity import CacheIdentity
-from radixkv.lease import Holder
 from radixkv.nodes import Node
-from radixkv.shrinking import disown, evict, take
+from radixkv.shrinking import evict, take
 from radixkv.tokens import encode
 
 if TYPE_CHECKING:
@@ -40,15 +40,7 @@ class BlockTable(Holder):
     source stays held until ``commit``. Not thread-safe.
     """
 
-    __slots__ = (
-        "_forks",
-        "_moved",
-        "_num_in",
-        "_sources",
-        "_sources_in",
-        "num_published",
-        "num_tokens",
-    )
+    __slots__ = ("_forks", "_moved", "_sources", "_sources_in", "num_published", "num_tokens")
 
     def __init__(
         self,
@@ -62,9 +54,8 @@ class BlockTable(Holder):
         super().__init__(cache, identity, ids, node, depth, num_tokens)
         self.num_tokens = num_tokens
         self.num_published = num_tokens // cache.block_size
-        self._num_in = depth
         # Sources of copies that the device has yet to make: those with a reference of ours, and
-        # those in the tree, which is why ``_depth`` may be more than ``_num_in``.
+        # those in the tree, for which the hold is kept deeper than ``_num_in``.
         self._sources: list[int] = []
         self._sources_in: list[int] = []
         self._forks: set[BlockTable] | None = None  # those that we may share blocks of ours with
@@ -125,20 +116,14 @@ class BlockTable(Holder):
         source, target = ids[at], taken.pop(0)
         ids[at] = target
         ids += taken
-        self._note_copy(source, at, num_valid)
-        return [BlockCopy(source, target, num_valid)]
-
-    def _note_copy(self, source: int, at: int, num_valid: int) -> None:
-        """Note a copy that the device is to make: until then ``source`` stays held."""
-        cache = self._cache
-        cache._cow_copies += 1
+        self._cache._cow_copies += 1
         if at < self._num_in:
             self._num_in = at
             self._sources_in.append(source)
-            return
-        self._sources.append(source)
-        holds, most = cache._copying.get(source, (0, 0))
-        cache._copying[source] = (holds + 1, most if most > num_valid else num_valid)
+        else:
+            self._sources.append(source)
+            self._cache._copies.note(source, num_valid)
+        return [BlockCopy(source, target, num_valid)]
 
     def commit(self, n: int) -> None:
         """Note that the device has made the copies and the KV of ``n`` more tokens."""
@@ -204,7 +189,6 @@ class BlockTable(Holder):
             self._forks.discard(self)
         if self._num_in < len(self._ids):
             self._cache.pool.drop(self._ids[self._num_in :])
-            self._num_in = 0
         super().release()
 
     # -- sharing -----------------------------------------------------------------------------------
@@ -267,7 +251,7 @@ class BlockTable(Holder):
         """Return to where our blocks from ``start`` on may enter the tree, for all our forks."""
         for at in range(start, stop):
             block = self._ids[at]
-            if block in self._cache._copying:
+            if block in self._cache._copies:
                 return at
             if self._moved and self._cache.pool.references(block) > 1:
                 return at  # a fork has it without what is resident before it
@@ -277,24 +261,9 @@ class BlockTable(Holder):
         """Note that our hold ends at ``depth`` now, and let our forks hold the same."""
         self._node, self._depth, self._num_in = node, depth, depth
         for fork in self._forks or ():
-            if fork is not self:
-                fork._sink_with(self)
-
-    def _sink_with(self, other: BlockTable) -> None:
-        """Hold through the tree what of our own blocks ``other`` has just published."""
-        first = at = self._num_in
-        last = min(other._num_in, len(self._ids))
-        while at < last and self._ids[at] == other._ids[at]:
-            at += 1
-        if at == first or other._node is None:
-            return
-        tree = self._cache.tree
-        node = tree.hold(other._node, at)
-        if self._node is not None:
-            tree.let_go(self._node.at(self._depth), self._depth)
-        tree.pool.drop(self._ids[first:at])
-        self._node, self._depth, self._num_in = node, at, at
-        self.num_published = min(at, other.num_published, self.num_tokens // tree.block_size)
+            if fork is not self and fork._hold_with(self):
+                whole = fork.num_tokens // self._cache.block_size
+                fork.num_published = min(fork._num_in, self.num_published, whole)
 
     # -- whose blocks they are ---------------------------------------------------------------------
 
@@ -304,7 +273,7 @@ class BlockTable(Holder):
 
     def own_references(self) -> list[int]:
         """Return each of them that is not held through the tree."""
-        return [*self._ids[self._num_in :], *self._sources]
+        return [*super().own_references(), *self._sources]
 
     def _is_shared(self, at: int) -> bool:
         """Tell whether writing behind our last token, in block ``at``, could harm anybody else.
@@ -316,68 +285,12 @@ class BlockTable(Holder):
             return not self._is_left_to_us(at)
         block = self._ids[at]
         users = self._cache.pool.references(block)
-        if users > 1 and block in self._cache._copying:
-            holds, most = self._cache._copying[block]
-            if most <= self.num_tokens % self._cache.block_size:
-                users -= holds
+        if users > 1:
+            users -= self._cache._copies.harmless(block, self.num_tokens % self._cache.block_size)
         return users > 1
 
-    def _is_in(self, at: int, size: int) -> bool:
-        """Tell whether the first ``size`` bytes of block ``at`` can be found in the tree."""
-        assert self._node is not None
-        node = self._node.at(at + 1)
-        return len(node.key) - (at - node.start) * self._cache.tree.stride >= size
-
-    def _take_back(self, at: int) -> bool:
-        """Have block ``at``, which is or was a tail, for us alone; False while others have it too.
-
-        As after a tail was published though the room behind it was reserved, and has been filled.
-        """
-        assert self._node is not None
-        node = self._node.at(at + 1)
-        if node.locks > 1 or len(node.key) >= self._cache.tree.stride:
-            return False
-        self._take_over(at)
-        return True
-
-    def _is_left_to_us(self, at: int) -> bool:
-        """Tell whether block ``at`` was a tail that a longer one replaced, and is ours alone."""
-        if self._node is None or at != self._depth - 1:
-            return False
-        node = self._node.at(self._depth)
-        return not node.key and node.locks == 1
-
-    def _can_take_over(self, at: int) -> bool:
-        """Tell whether block ``at`` is only ours and the tree's, so the tree could let it go."""
-        if self._node is None or at != self._depth - 1:
-            return False
-        return self._node.at(self._depth).num_holding(self._depth) == 1
-
-    def _take_over(self, at: int) -> None:
-        """Make block ``at`` our own, which is left to us or which the tree can let go."""
-        assert self._node is not None and at == self._depth - 1
-        node = self._node.at(self._depth)
-        if node.key:
-            node = disown(self._cache.tree, node, self._depth)
-        else:
-            node.locks = 0  # its hold on the path before it is ours
-            node = node.above() if at else node
-        self._node = node if at else None
-        self._depth = self._num_in = at
-        self.num_published = min(self.num_published, at)
-
-    def _hold_only(self, depth: int) -> None:
-        """Let go what the tree holds for us behind ``depth``."""
-        assert self._node is not None
-        tree, node, end = self._cache.tree, self._node, self._depth
-        self._node, self._depth = tree.hold(node, depth) if depth else None, depth
-        tree.release(node, end)
-
     def _let_sources_go(self) -> None:
-        cache = self._cache
         for block in self._sources:
-            holds, most = cache._copying.pop(block)
-            if holds > 1:
-                cache._copying[block] = (holds - 1, most)
-            cache.pool.drop(array("i", [block]))
+            self._cache._copies.forget(block)
+            self._cache.pool.drop(array("i", [block]))
         self._sources.clear()

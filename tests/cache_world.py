@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from radixkv.blocks import BlockCopy
-from radixkv.cache import Lease, PrefixCache
+from radixkv.cache import PrefixCache
 from radixkv.errors import CacheBusy, OutOfBlocks
 from radixkv.identity.identity import CacheIdentity
+from radixkv.lease import Lease
 from radixkv.nodes import Node
 from radixkv.table import BlockTable
 from radixkv.tokens import decode, encode
