@@ -118,7 +118,8 @@ def mla_attention_reference(
     out = torch.zeros(q_latent.shape, dtype=torch.float64, device=q_latent.device)
     for rows, keys, position in _sequences(pool_layer, plan):
         for row, last in zip(range(rows.start, rows.stop), position.tolist(), strict=True):
-            latents, ropes = keys[: last + 1].double().split([rank, keys.shape[1] - rank], dim=1)
+            seen = keys[: last + 1].double()
+            latents, ropes = seen[:, :rank], seen[:, rank:]
             scores = q_latent[row].double() @ latents.T + q_rope[row].double() @ ropes.T
             out[row] = torch.softmax(scores * scale, dim=-1) @ latents
     return out.to(q_latent.dtype)

@@ -16,8 +16,8 @@ from radixkv.kernels.torch_decode import Bucket, buckets
 from radixkv.kernels.torch_prefill import flash, slots_in_place, take
 from radixkv.kernels.tree import CostModel, SharedRuns, shared_runs
 
-COST = CostModel(token=1.0, run=200.0, row=8.0, step=400.0)
-"""In tokens that one sequence reads by itself, about 0.7 us on one core for 3 key heads of 64."""
+COST = CostModel(token=1.0, run=500.0, row=16.0, step=1500.0)
+"""In tokens that one sequence reads by itself, 0.3 to 0.7 us on one core for 3 key heads of 64."""
 
 MAX_SCORES = 1 << 21  # scores held at a time where the fused kernel does not know a feature
 

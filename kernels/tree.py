@@ -175,6 +175,7 @@ def _with_all_below(edges: list[_Edge]) -> Iterator[_Edge]:
     """Yield the edges and those below them, each lengthened up to where the one above it ends."""
     waiting = [(edge, 0) for edge in edges]
     while waiting:
-        edge, edge.start = waiting.pop()
+        edge, start = waiting.pop()
+        edge.start = start
         yield edge
         waiting += [(below, edge.stop) for below in edge.taken]

@@ -142,12 +142,26 @@ def _step(call: Call, tuning: Tuning) -> _Step:
         )
         work = list_work(plan, window, tuning.runs(plan, window), sizes)
         lists = (work.runs, work.run_queries, work.decode, work.prefill, work.merge)
-        # One transfer for all: each is a short list, and a transfer costs more than its bytes.
-        packed = np.concatenate([x.ravel() for x in lists])
-        device = torch.from_numpy(packed).to(plan.device, non_blocking=True)
-        parts = device.split([x.size for x in lists])
-        tensors = [part.view(x.shape) for part, x in zip(parts, lists, strict=True)]
-        return _Step(work, *tensors, tree, single, many, tuning.split)
+        # One transfer for all: each is a short list, and a transfer costs more than its bytes. Each
+        # begins at a multiple of 16 bytes, or the kernels would be compiled once more for it.
+        padded = [np.pad(x.ravel(), (0, -x.size % 4)) for x in lists]
+        device = torch.from_numpy(np.concatenate(padded)).to(plan.device, non_blocking=True)
+        ends = np.cumsum([0, *map(len, padded)]).tolist()
+        runs, run_queries, decode, prefill, merge = (
+            device[end : end + x.size].view(x.shape) for end, x in zip(ends, lists, strict=False)
+        )
+        return _Step(
+            work=work,
+            runs=runs,
+            run_queries=run_queries,
+            decode=decode,
+            prefill=prefill,
+            merge=merge,
+            tree_launch=tree,
+            decode_launch=single,
+            prefill_launch=many,
+            split=tuning.split,
+        )
 
     key = ("triton step", group, call.num_kv_heads, head_dim, dtype, quantised, window, tuning)
     return plan.once(key, make)

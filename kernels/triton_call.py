@@ -71,8 +71,11 @@ class Call:
         if k_pool.dtype in LIMIT:
             like = f"float32 {tuple(k_pool.shape[:3])} contiguous"
             for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-                fits = scales is not None and scales.dtype == torch.float32
-                fits = fits and scales.shape == k_pool.shape[:3] and scales.is_contiguous()
+                fits = scales is not None and (
+                    scales.dtype == torch.float32
+                    and scales.shape == k_pool.shape[:3]
+                    and scales.is_contiguous()
+                )
                 expect(fits, name, like, scales)
         else:
             expect(q.dtype == k_pool.dtype, "q", f"of the pool's {k_pool.dtype}", q)

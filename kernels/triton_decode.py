@@ -21,7 +21,7 @@ from radixkv.kernels.triton_tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode_kernel(
     q,  # [T, num_q_heads, head_dim]
     k_pool,  # [num_blocks, block_size, num_kv_heads, head_dim]

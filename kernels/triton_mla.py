@@ -14,6 +14,7 @@ import triton.language as tl
 
 from radixkv.kernels.checks import expect
 from radixkv.kernels.plan import AttentionPlan
+from radixkv.kernels.triton_config import shared_bytes
 from radixkv.kernels.triton_write import ELEMENTS, _write_rows
 
 
@@ -190,7 +191,7 @@ def mla_attention_triton(
     work, ends = _work(plan, split_tokens(num_heads))
     parts = torch.empty((len(work), num_heads, rank), dtype=torch.float32, device=device)
     masses = torch.empty((len(work), num_heads), dtype=torch.float32, device=device)
-    launch = choose_launch(q_latent.dtype, num_heads, _shared_bytes(device))
+    launch = choose_launch(q_latent.dtype, num_heads, shared_bytes(device))
     _split_kernel[(len(work), triton.cdiv(num_heads, launch.block_h))](
         q_latent,
         q_rope,
@@ -283,10 +284,3 @@ def _work(plan: AttentionPlan, split: int) -> tuple[torch.Tensor, torch.Tensor]:
         )
 
     return plan.once(("mla work", split), make)
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have on a device; the CPU's interpreter has plenty."""
-    if device.type != "cuda":
-        return 1 << 30
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

@@ -15,7 +15,7 @@ from radixkv.kernels.triton_config import Launch
 from radixkv.kernels.triton_tiles import attend_keys, load_queries, store_partial
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _tree_kernel(
     q,  # [T, num_q_heads, head_dim]
     k_pool,  # [num_blocks, block_size, num_kv_heads, head_dim]

@@ -97,8 +97,11 @@ def list_work(plan: AttentionPlan, window: int | None, runs: SharedRuns | None, 
     at = first_slot[seqs] + nth * parts[seqs] + ordinals[which]
     run_queries = np.stack([plan.host_cu_seqlens_q[seqs] + nth, at], axis=1)
     return Work(
-        *(x.astype(np.int32) for x in (decode_lines, prefill_lines, run_lines)),
-        *(x.astype(np.int32) for x in (run_queries, merge_lines)),
+        decode=decode_lines.astype(np.int32),
+        prefill=prefill_lines.astype(np.int32),
+        runs=run_lines.astype(np.int32),
+        run_queries=run_queries.astype(np.int32),
+        merge=merge_lines.astype(np.int32),
         num_slots=int(slots.sum()),
     )
 
@@ -128,18 +131,18 @@ def _share_out(
     pieces = -(-tokens // piece)
     before, given = np.zeros(len(members), dtype=np.int64), np.zeros(len(queries), dtype=np.int64)
     for run, count in enumerate(pieces.tolist()):
-        inside = slice(bounds[run], bounds[run + 1])
-        before[inside] = given[members[inside]]
-        given[members[inside]] += count
+        inside = members[bounds[run] : bounds[run + 1]]
+        before[bounds[run] : bounds[run + 1]] = given[inside]
+        given[inside] += count
 
     # The stacks of one piece are neighbours: the later ones find its keys in the cache.
-    run, nth = _count_up(pieces * stacks)
-    part, stack = np.divmod(nth, stacks[run])
-    start = begin[run] + part * piece
-    stop = np.minimum(start + piece, runs.run_stop[run])
-    first = ends[run] + stack * s.run_queries
-    last = np.minimum(first + s.run_queries, ends[run + 1])
-    lines = np.stack([runs.run_seq[run], start, stop, first, last, part], axis=1)
+    which, nth = _count_up(pieces * stacks)
+    part, stack = np.divmod(nth, stacks[which])
+    start = begin[which] + part * piece
+    stop = np.minimum(start + piece, runs.run_stop[which])
+    first = ends[which] + stack * s.run_queries
+    last = np.minimum(first + s.run_queries, ends[which + 1])
+    lines = np.stack([runs.run_seq[which], start, stop, first, last, part], axis=1)
     return lines, members, before, given
 
 

@@ -113,7 +113,7 @@ async def test_serve_tells_its_progress_serves_and_ends_with_0_when_asked(tmp_pa
     tokenizer.save_pretrained(tmp_path)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "radixkv", "serve", "--model", str(tmp_path), "--port", "0"),
-        *("--kv-memory", "4MiB", "--dtype", "float32", "--max-model-len", "64"),
+        *("--kv-memory", "4MiB", "--dtype", "float32", "--max-model-len", "256"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

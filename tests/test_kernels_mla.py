@@ -1,6 +1,7 @@
 """Attention over latents gives what attention over the keys projected from them gives."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -68,13 +69,14 @@ def test_auto_on_the_cpu_is_torch_and_no_token_is_no_row() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     case = latent_case([1], [5])
-    for changed, name in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"q_latent": case.q_latent[0]}, "q_latent"),
         ({"q_latent": case.q_latent[:0]}, "q_latent"),
         ({"q_rope": case.q_rope[:, :2]}, "q_rope"),
         ({"q_rope": case.q_rope.bfloat16()}, "q_rope"),
         ({"pool": case.pool[..., :70]}, "pool_layer"),
-    ):
+    )
+    for changed, name in wrong:
         with pytest.raises(ValueError, match=f"{name} must be"):
             dataclasses.replace(case, **changed).run("torch")
     with pytest.raises(ValueError, match="backend must be"):

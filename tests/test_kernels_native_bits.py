@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(case: Case) -> None
     ],
 )
 def test_a_position_has_the_same_bits_decoded_prefilled_and_in_any_chunk(
-    dtype: torch.dtype, heads: tuple[int, int, int], options: dict[str, object]
+    dtype: torch.dtype, heads: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
     """DETERM: neither the hit length nor the chunk borders nor the phase change a bit."""
     num_q_heads, num_kv_heads, head_dim = heads

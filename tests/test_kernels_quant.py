@@ -78,7 +78,8 @@ def test_a_type_that_needs_no_scales_is_refused_by_name() -> None:
 def test_attention_over_quantised_keys_is_close(dtype: torch.dtype, bound: float) -> None:
     """The mean error of an output, relative to the mean of its magnitude, on random keys."""
     case = make_case([1, 5], [200, 77], num_q_heads=8)
-    pool = KVPool.allocate(1, *case.k_pool.shape, dtype)
+    blocks, size, heads, dim = case.k_pool.shape
+    pool = KVPool.allocate(1, blocks, size, heads, dim, dtype)
     slots = torch.arange(case.k_pool.shape[0] * case.k_pool.shape[1])
     # What must not be read is NaN in the case and stays so.
     write_kv(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_a_run_is_read_once_for_all_under_it(monkeypatch: pytest.MonkeyPatch) ->
     """The shared 640 tokens make one product of 8 x 3 rows a key head, not eight."""
     case = make_tree_case([(0, 40)] * 8, [1] * 8, [700] * 8, num_q_heads=6, num_kv_heads=2)
     shapes: list[tuple[int, int]] = []
-    fused = torch_tree.flash
+    fused: Any = vars(torch_tree)["flash"]
 
     def watched(q: torch.Tensor, k: torch.Tensor, *rest: object, **options: object) -> object:
         shapes.append((q.shape[2], k.shape[2]))
@@ -86,7 +87,7 @@ def test_a_window_that_hides_keys_stays_flat() -> None:
 def test_layers_with_and_without_a_window_may_share_a_plan() -> None:
     case = make_tree_case([(0, 40)] * 3, [1, 1, 5], [700] * 3)
     for window in (None, 50, 5000, None):
-        options = {"scale": 0.1, "sliding_window": window}
+        options: dict[str, Any] = {"scale": 0.1, "sliding_window": window}
         got, want = (
             paged_attention(case.q, case.k_pool, case.v_pool, case.plan, backend=backend, **options)
             for backend in ("torch", "reference")

@@ -6,13 +6,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from radixkv.kernels.triton_config import SMALL_BYTES, choose_launch, run_tokens, split_tokens
+from radixkv.kernels.triton_config import (
+    SMALL_BYTES,
+    Family,
+    choose_launch,
+    run_tokens,
+    split_tokens,
+)
 from tests.kernel_cases import make_case, random_pool
 from tests.triton_cases import FLAT, POOLS, SHARE, make_step
 
@@ -36,8 +42,8 @@ def test_each_program_holds_all_heads_of_a_group_and_splits_hold_whole_tiles() -
     for dtype, quantised in ((torch.float32, False), (torch.bfloat16, False), (torch.half, True)):
         for group, room in itertools.product((1, 3, 7, 8, 16, 64), (SMALL_BYTES, 227 << 10)):
             assert run_tokens(group) % split_tokens(group) == 0
-            for family in ("prefill", "decode", "tree"):
-                launch = choose_launch(family, dtype, 80, group, quantised, room)  # type: ignore[arg-type]
+            for family in get_args(Family):
+                launch = choose_launch(family, dtype, 80, group, quantised, room)
                 assert launch.block_m >= group and launch.block_m >= 16
                 assert launch.head_pad == 128
                 assert split_tokens(group) % launch.tile == 0

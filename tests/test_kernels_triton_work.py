@@ -75,7 +75,7 @@ def test_every_visible_key_is_attended_once_and_every_part_merged_once(
     keys, slots = keys_of_queries(plan, work, window, s)
     merged = {row: (first, parts) for row, first, parts in work.merge.tolist()}
     assert len(merged) == len(work.merge)
-    used = []
+    used: list[int] = []
     for row, position in enumerate(plan.positions.tolist()):
         first_key = 0 if window is None else max(0, position - window + 1)
         assert sorted(keys[row]) == list(range(first_key, position + 1))

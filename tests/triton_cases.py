@@ -1,6 +1,6 @@
 """Draws steps whose sequences branch from each other at several levels, over pools of any type."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,10 @@ def tree_tables(
     draw: st.DrawFn, block_size: int, max_seqs: int, max_new: int, max_own: int
 ) -> tuple[tuple[list[int], list[int]], Tables]:
     """Draw (new tokens, valid tokens) and block tables; some sequences begin as another does."""
-    new, valid, rows, fresh = [], [], [], 0
+    new: list[int] = []
+    valid: list[int] = []
+    rows: list[list[int]] = []
+    fresh = 0
     for s in range(draw(st.integers(0, max_seqs))):
         common = 0
         row: list[int] = []
@@ -89,7 +92,7 @@ def make_step(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     pool_dtype: torch.dtype | None = None,
-    features: Sequence[str] = (),
+    features: Collection[str] = (),
     sliding_window: int | None = None,
     seed: int = 0,
     device: str = "cpu",
@@ -104,24 +107,24 @@ def make_step(
         visible[torch.from_numpy(plan.slots_of(s, first if n else length, length))] = True
     poison = ~visible.view(num_blocks, block_size)[:, :, None, None]
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    pools: list[torch.Tensor] = []
-    scales: list[torch.Tensor | None] = []
-    for _ in range(2):
+
+    def pool() -> tuple[torch.Tensor, torch.Tensor | None]:
         values = torch.randn(shape, generator=generator).masked_fill(poison, torch.nan)
         if pool_dtype is None:
-            pools.append(values.to(device, dtype))
-            scales.append(None)
-        else:
-            codes, of_codes = quantise(values, pool_dtype)
-            pools.append(codes.to(device))
-            scales.append(of_codes.to(device))
+            return values.to(device, dtype), None
+        codes, scales = quantise(values, pool_dtype)
+        return codes.to(device), scales.to(device)
+
+    (k_pool, k_scales), (v_pool, v_scales) = pool(), pool()
     num_heads = num_kv_heads * group
     q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator)
     sinks, slopes = torch.randn(num_heads, generator=generator), torch.rand(num_heads)
     return Step(
         q.to(device, dtype),
-        *pools,
-        *scales,
+        k_pool,
+        v_pool,
+        k_scales,
+        v_scales,
         plan,
         Features(
             head_dim**-0.5,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from radixkv.kernels import triton_attention
 from radixkv.kernels.features import Features
 from radixkv.kernels.plan import AttentionPlan
+from radixkv.kernels.tree import CostModel
 from radixkv.kernels.triton_attention import Tuning, paged_attention_triton
 from radixkv.kernels.triton_call import Partials
 from radixkv.kernels.triton_merge import merge, merge_reference
@@ -48,14 +49,20 @@ def test_shared_runs_at_all_levels_agree_with_float64(step: Step) -> None:
 
 @often
 @given(steps(HALVES, max_own=150), st.sampled_from((SHARE, FLAT)))
-def test_half_types_agree_with_float64_flat_or_shared(step: Step, cost: object) -> None:
+def test_half_types_agree_with_float64_flat_or_shared(step: Step, cost: CostModel) -> None:
     step.check(run(step, dataclasses.replace(MEDIUM, cost=cost)))
 
 
 def branching(dtype: torch.dtype = torch.float32, **kwargs: object) -> Step:
     """Two documents under one prompt, questions under each; one sequence prefills, one is alone."""
-    prompt, first, second = np.arange(6), np.arange(6, 14), np.arange(14, 18)
-    rows = [[*prompt, *first], [*prompt, *first], [*prompt, *second], [*prompt, *second], prompt]
+    prompt, first, second = list(range(6)), list(range(6, 14)), list(range(14, 18))
+    rows: list[list[int]] = [
+        [*prompt, *first],
+        [*prompt, *first],
+        [*prompt, *second],
+        [*prompt, *second],
+        prompt,
+    ]
     tables = np.zeros((6, 20), dtype=np.int32)
     for s, row in enumerate(rows):
         tables[s, : len(row)] = row

@@ -97,7 +97,8 @@ def some_jobs() -> list[Job]:
 
 def _job(name: str, target: str, kernel: str, types: dict[str, str], fixed: dict[str, Any],
          options: dict[str, Any], loose: tuple[str, ...] = ()) -> Job:  # fmt: skip
-    return Job(name, target, kernel, *(tuple(x.items()) for x in (types, fixed, options)), loose)
+    given = (tuple(types.items()), tuple(fixed.items()), tuple(options.items()))
+    return Job(name, target, kernel, *given, loose)
 
 
 def _writes(target: str) -> Iterator[Job]:

@@ -30,16 +30,16 @@ from rich.console import Console
 from examples.bench import peers
 from examples.bench.engine import floors, report, rows
 from examples.bench.engine.process import ROOT, Engine, Failed, TooSlow
+from radixkv.service.engine.resolving import resolve_model
 
 console = Console(stderr=True)
-KV_BYTES = 4 << 30
+KV_BYTES = 2 << 30
 START_LIMIT_S = 900.0
 # Seconds after which a row is given up, per request that an engine is asked.
 LIMITS_S = {"a": 120.0, "bc": 120.0, "d": 240.0, "w": 240.0, "e": 240.0, "f": 900.0, "t": 240.0}
 QUICK_ROWS = {"radixkv": ("a", "bc", "d", "w", "s"), "peers": ("a", "bc", "w")}
 # What no peer's design can answer in minutes: left out rather than waited for.
 HOPELESS = {
-    ("llamacpp", "d"): "no sharing: > 4 min",
     ("llamacpp", "f"): "no sharing",
     ("transformers", "f"): "no sharing",
     ("transformers", "t"): "kept by hand",
@@ -54,7 +54,7 @@ class Run:
         self.args = args
         self.path: Path | None = args.output
         keep = self.path is not None and self.path.exists() and (args.resume or args.only)
-        self.data: dict[str, Any] = json.loads(self.path.read_text()) if keep else {}  # type: ignore[union-attr]
+        self.data: dict[str, Any] = json.loads(self.path.read_text()) if keep else {}
         self.data.setdefault("engines", {})
         self.data.setdefault("floors", [])
         self.data |= {
@@ -134,7 +134,7 @@ class Session:
     def start(self) -> None:
         peer = peers.PEERS.get(self.name)
         args = self.run.args
-        model = str(peers.resolve_model("smollm2"))
+        model = str(resolve_model("smollm2"))
         fields: dict[str, Any] = {
             "model": "smollm2" if peer is None else model,
             "threads": args.threads,
@@ -170,7 +170,8 @@ class Session:
         assert self.engine is not None
         done = self.engine.ask("generate", self.limit_s, prompts=prompts, tokens=tokens)
         counts = {len(ids) for ids in done["ids"]}
-        if counts != {tokens}:
+        # llama.cpp checks its count itself: what it streams leaves tokens out.
+        if self.name != "llamacpp" and counts != {tokens}:
             raise Failed(f"asked for {tokens} tokens, got {sorted(counts)}")
         return done
 
@@ -232,8 +233,9 @@ def answers(session: Session) -> list[int] | None:
     """The ids an engine gives to a prompt of plain text: that all compute the same model."""
     from tokenizers import Tokenizer
 
-    model = peers.resolve_model("smollm2")
-    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    model = resolve_model("smollm2")
+    question = "What is the capital of France? Tell me about its river."
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
     try:
         return list(session.generate([ids], 16)["ids"][0])

@@ -2,7 +2,8 @@
 # Everything that needs a GPU, in under six minutes: the GPU tests, then the kernel benchmark.
 #   examples/bench/gpu_check.sh [PYTHON]
 # PYTHON (default: .venv/bin/python, else python3) needs torch with CUDA, triton, numpy, pytest,
-# pytest-asyncio and hypothesis. Run from anywhere.
+# pytest-asyncio and hypothesis; with pytest-xdist the tests' kernels compile side by side, without
+# it some may not get their turn. Run from anywhere.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${1:-}
@@ -11,7 +12,10 @@ if [ -z "$python" ]; then
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name())'
+workers=
+if "$python" -c 'import xdist' 2>/dev/null; then workers="-n 8"; fi
 status=0
-timeout 200 "$python" -m pytest -q -m gpu tests/test_kernels_*.py || status=$?
-timeout 140 "$python" examples/bench/bench_kernels.py --device cuda || status=$?
+# shellcheck disable=SC2086  # no workers are no argument
+timeout 150 "$python" -m pytest -q -m gpu $workers tests/test_kernels_*.py || status=$?
+timeout 195 "$python" examples/bench/bench_kernels.py --device cuda --budget 140 || status=$?
 exit $status

