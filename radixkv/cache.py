@@ -172,6 +172,14 @@ class PrefixCache:
         self._resets += 1
         return self.tree.clear()
 
+    def clear_counters(self) -> None:
+        """Let the counters begin again from 0; what is resident stays."""
+        tree = self.tree
+        self._queries = self._queried = self._hit = self._partial = 0
+        self._resumed_queried = self._resumed_hit = 0
+        self._cow_copies = self._resets = 0
+        tree.num_published = tree.num_deduplicated = tree.num_evicted = 0
+
     def stats(self) -> CacheStats:
         """Return counters and gauges as they are now. O(1)."""
         pool, tree = self.pool, self.tree

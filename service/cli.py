@@ -244,15 +244,8 @@ def _load(settings: Settings, say: _Narrator) -> Engine:
     from radixkv.service.engine.engine import Engine
 
     engine = Engine(config=settings.engine, path=path, progress=say)
-    # The first pass of a process pays for buffers and threads; a request should not. What it left
-    # in the cache goes again.
     say("warming up")
-    length = min(32, engine.max_model_len - 2)
-    if length > 0:
-        engine.generate(
-            [0] * length, max_tokens=2, ignore_eos=True, temperature=0.0, salt="warm-up"
-        )
-        engine.cache.reset()
+    engine.warm_up()
     return engine
 
 

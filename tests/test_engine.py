@@ -186,6 +186,17 @@ def test_reset_forgets_everything_but_not_under_a_running_request(llama: LoadedM
         assert engine.cache.lookup(tokens(40, 6)) == 0
 
 
+def test_warming_up_leaves_no_trace(llama: LoadedModel) -> None:
+    """METRICS-1: what nobody asked for is in no counter and in no cache."""
+    with Engine(llama, kv_memory=POOL) as engine:
+        fresh = engine.stats()
+        engine.warm_up()
+        engine.check()
+        assert engine.stats() == fresh
+        engine.generate(tokens(20, 3), max_tokens=2)
+        assert engine.stats().requests_total == engine.stats().cache.queries == 1
+
+
 def test_new_weights_never_meet_old_kv(llama: LoadedModel) -> None:
     """ADMIN-1 and ADMIN-2: the identity follows the weights; going back finds the old blocks."""
     loaded = load()

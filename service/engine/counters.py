@@ -59,6 +59,10 @@ class Counters:
     """The engine thread's own, mutable counts."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again from 0, as if nothing had been asked yet."""
         self.requests = 0
         self.finished: Counter[str] = Counter()
         self.rejected = 0

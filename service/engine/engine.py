@@ -284,6 +284,23 @@ class Engine:
 
         return self._core.call(check).result()
 
+    def warm_up(self) -> None:
+        """Pay for buffers and threads now, before anybody asks: leaves no blocks and no counts.
+
+        For a fresh engine: it forgets the cache and begins the counters again.
+        """
+        length = min(32, self.max_model_len - 2)
+        if length < 1:
+            return
+        self.generate([0] * length, max_tokens=2, ignore_eos=True, temperature=0.0, salt="warm-up")
+
+        def forget() -> None:
+            self._core.cache.reset()
+            self._core.cache.clear_counters()
+            self._core.counters.clear()
+
+        self._core.call(forget).result()
+
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights in place, between two steps; cached KV of the old ones is not used again.
 
