@@ -38,8 +38,11 @@ def test_a_product_is_what_torch_computes_in_float64(
     wanted = torch.nn.functional.linear(
         x.double(), weight.double(), None if added is None else added.double()
     )
-    bound = 1e-6 * width**0.5
-    torch.testing.assert_close(packed.multiply(given_x).double(), wanted, rtol=1e-5, atol=bound)
+    # Rounding grows with the root of the length, in units of the summands' sizes (Higham and Mary,
+    # "A new approach to probabilistic rounding error analysis", 2019).
+    sizes = x.double().abs() @ weight.double().abs().T + (0 if added is None else added.abs())
+    error = (packed.multiply(given_x).double() - wanted).abs()
+    assert bool((error <= 4 * (width + 1) ** 0.5 * 2.0**-24 * sizes).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
