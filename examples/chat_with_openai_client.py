@@ -10,7 +10,10 @@ import sys
 import time
 from typing import Any
 
-import openai
+try:
+    import openai
+except ModuleNotFoundError:
+    sys.exit("this example needs OpenAI's client; install it with: pip install openai")
 
 QUESTIONS = (
     "What is a radix tree? Answer in one sentence.",

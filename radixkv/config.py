@@ -43,7 +43,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Sequences that run at once."""
     max_queue: int = 1024
-    """Requests that may wait; one more is refused with 429."""
+    """Choices (``n`` of each request) that may wait; one more is refused with 429."""
     lookahead_tokens: int = 64
     """Growth of each running sequence that an admission leaves room for; fewer packs the memory
     more tightly and preempts more often."""

@@ -102,7 +102,7 @@ def serve(
         bool | None,
         _option(
             _CACHE,
-            "Keep the cache but let every look-up miss, to measure against.",
+            "Keep the cache but let every look-up miss, to measure against; off by default.",
             "--force-miss/--no-force-miss",
         ),
     ] = None,
@@ -119,7 +119,7 @@ def serve(
         int | None, _option(_LIMITS, "Sequences that run at once; default 64.")
     ] = None,
     max_queue: Annotated[
-        int | None, _option(_LIMITS, "Requests that may wait; more get a 429. Default 1024.")
+        int | None, _option(_LIMITS, "Choices that may wait; more get a 429. Default 1024.")
     ] = None,
     max_body: Annotated[
         str | None, _option(_LIMITS, "Size of a request body; more is a 413. Default 8MiB.")
@@ -134,7 +134,8 @@ def serve(
         bool | None,
         _option(
             _SERVER,
-            "Allow a host that other machines reach: anyone there may use this server.",
+            "Allow a host that other machines reach: anyone there may use this server. Off by "
+            "default.",
             "--insecure-remote/--no-insecure-remote",
         ),
     ] = None,
@@ -149,13 +150,16 @@ def serve(
         bool | None,
         _option(
             _SERVER,
-            "Show metrics under vLLM's names too.",
+            "Show metrics under vLLM's names too; off by default.",
             "--vllm-metric-names/--no-vllm-metric-names",
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        _option(_SERVER, "TOML file; its keys are these flags, as in kv_memory = '1GiB'."),
+        _option(
+            _SERVER,
+            "TOML file whose keys are these flags, as in kv_memory = '1GiB'; default: none.",
+        ),
     ] = None,
 ) -> None:
     """Serve a model over HTTP, for OpenAI's clients.
@@ -208,6 +212,9 @@ def _serve(settings: Settings) -> int:
     from radixkv.service.logs import configure_logs
 
     configure_logs(settings.server.log_format, sys.stderr)
+    if settings.server.log_format == "json" or not sys.stderr.isatty():
+        # The bars of transformers and the hub, which look here when they are imported.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     say = _Narrator(settings.server.log_format == "json")
     sock = bind(settings.server.host, settings.server.port)
     if not is_loopback(settings.server.host):
@@ -215,7 +222,12 @@ def _serve(settings: Settings) -> int:
 
     async def main() -> bool:
         serving = Serving(vllm_metric_names=settings.vllm_metric_names)
-        server = HttpServer(serving, sock, max_body=settings.server.max_body)
+        server = HttpServer(
+            serving,
+            sock,
+            max_body=settings.server.max_body,
+            any_name=settings.insecure_remote,
+        )
         return await run_server(
             server,
             lambda: _load(settings, say),

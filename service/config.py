@@ -114,6 +114,8 @@ def _typed(name: str, value: object, origin: str) -> object:
     if name in _SIZES and isinstance(value, str | int) and not isinstance(value, bool):
         return parse_bytes(value, origin)
     accepted, wanted = _KINDS[_kinds()[name][1]]
+    if name in _SIZES:
+        wanted = 'a whole number of bytes or a size such as "512MiB", "1.5GiB" or "2GB"'
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         raise InvalidConfig(f"{origin} is {value!r}; wanted {wanted}")
     return value

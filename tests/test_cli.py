@@ -16,6 +16,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import radixkv
@@ -49,6 +50,8 @@ def test_every_setting_is_a_flag_with_a_line_of_help(cli: CliRunner) -> None:
     for name in setting_names():
         assert "--" + name.replace("_", "-") in text, name
     assert "--no-prefix-cache" in text
+    for option in get_command(app).commands["serve"].params:  # type: ignore[attr-defined]
+        assert "default" in str(option.help).lower(), option.name
 
 
 def test_an_unknown_flag_is_answered_with_a_near_one(cli: CliRunner) -> None:
@@ -61,6 +64,8 @@ def test_an_unknown_flag_is_answered_with_a_near_one(cli: CliRunner) -> None:
     ("args", "words"),
     [
         (["--dtype", "int4"], "accepted: auto, bfloat16, float32"),
+        (["--device", "tpu"], "accepted: auto, cpu, cuda, cuda:INDEX"),
+        (["--decoder", "fast"], "accepted: auto, native, generic"),
         (["--kv-memory", "big"], "--kv-memory is 'big'"),
         (["--block-size", "0"], "block_size is 0; wanted a whole number from 1 to 256"),
         (["--host", "0.0.0.0"], "--insecure-remote"),
@@ -140,6 +145,97 @@ async def test_serve_tells_its_progress_serves_and_ends_with_0_when_asked(tmp_pa
     for word in ("loading", "warming up", "serving", "stopping", "stopped"):
         assert word in told
     assert "status=200" in told
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+}
+EARLY = (
+    ({}, ["--model", "./nope"], "./nope does not exist"),
+    ({}, ["--model", "/nope.gguf"], "/nope.gguf does not exist"),
+    ({}, ["--kv-memory", "600KB"], "this model needs 368640 for a block of 16 tokens"),
+    ({}, ["--max-model-len", "4096"], "max_model_len is 4096; this model was made for 2048"),
+    ({"architectures": ["Gemma3ForCausalLM"]}, ["--deterministic"],
+     "deterministic is on, which needs the compiled decoder, and it cannot be: Gemma3ForCausalLM"),
+    ({}, ["--decoder", "native", "--device", "cuda"], "it runs on the CPU, and device is 'cuda'"),
+)  # fmt: skip
+
+
+def test_what_the_path_and_the_config_rule_out_is_told_before_torch_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """One process for all, which must not have imported torch at its end."""
+    commands = []
+    for i, (about, flags, _) in enumerate(EARLY):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(LLAMA | about))
+        (folder / "model.safetensors").touch()
+        model = [] if "--model" in flags else ["--model", str(folder)]
+        commands.append(["serve", "--port", "0", *model, *flags])
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from radixkv.service.cli import app
+for command in {commands!r}:
+    result = CliRunner().invoke(app, command)
+    print(result.exit_code, "torch" in sys.modules, " ".join(result.output.split()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(EARLY), done.stderr
+    for line, (_, flags, words) in zip(lines, EARLY, strict=True):
+        assert line.startswith("2 False ") and words in line, (flags, line)
+
+
+async def test_with_a_json_log_every_line_is_json(tmp_path: Path) -> None:
+    """No progress bars, no warnings of libraries; a generic model, and the log says why."""
+    from tests import tiny_models
+
+    model, tokenizer = tiny_models.build("gemma3")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "radixkv", "serve", "--model", str(tmp_path), "--port", "0"),
+        *("--kv-memory", "4MiB", "--log-format", "json"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        async with asyncio.timeout(60):
+            while not lines or "serving" not in lines[-1]:
+                lines.append((await process.stderr.readline()).decode())
+                assert lines[-1], lines
+            process.send_signal(signal.SIGTERM)
+            lines += (await process.stderr.read()).decode().splitlines()
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    messages = [json.loads(line)["message"] for line in lines]
+    why = [m for m in messages if "Gemma3ForCausalLM is not one of" in m]
+    assert len(why) == 1 and "not the compiled decoder" in why[0]
+    assert any("generic decoder" in m for m in messages if m.startswith("serving"))
+
+
+def test_the_example_says_what_to_install_where_openais_client_is_missing() -> None:
+    file = Path(__file__).parents[1] / "examples" / "chat_with_openai_client.py"
+    code = (
+        "import runpy, sys; sys.modules['openai'] = None; "
+        f"runpy.run_path({str(file)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install openai" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_importing_the_command_line_loads_no_torch() -> None:

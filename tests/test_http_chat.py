@@ -163,6 +163,16 @@ def test_chunks_keep_id_model_and_time_and_each_index_begins_and_ends_once(
         assert reasons[:-1] == [None] * (len(mine) - 1)
 
 
+def test_options_of_a_stream_without_a_stream_are_a_400(server: RunningServer) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "a"}),
+    ):
+        asked = body | {"stream_options": {"include_usage": True}, "stream": False}
+        status, _, reply = server.ask("POST", path, asked)
+        assert (status, reply["error"]["param"]) == (400, "stream_options")
+
+
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 def test_without_include_usage_no_chunk_has_usage(
     server: RunningServer, options: dict[str, bool] | None

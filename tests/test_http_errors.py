@@ -108,10 +108,10 @@ def test_an_unknown_route_and_a_wrong_method_are_json(server: RunningServer) -> 
     [
         b"\x16\x03\x01\x02\x00 this is TLS\r\n\r\n",
         b"GET /health HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"secret" * 2000 + b"\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"secret" * 2000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n6\r\nsecret\r\nsecret\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Encoding: gzip\r\nContent-Length: 6\r\nConnection: close\r\n\r\nsecret",
     ],
 )
@@ -128,6 +128,18 @@ def test_what_is_no_http_is_a_400_in_json_and_stays_out_of_the_log(
     assert reply["error"]["type"] == "invalid_request_error"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(("expect", "status"), [("tea", 417), ("100-continue", 200)])
+def test_an_expectation_is_met_or_refused_in_json(
+    server: RunningServer, expect: str, status: int
+) -> None:
+    got, headers, body = server.ask("GET", "/version", headers={"Expect": expect})
+    assert got == status
+    if status == 417:
+        assert TypeAdapter(ErrorReply).validate_python(body, strict=True) == body
+        assert body["error"]["code"] == "expectation_failed"
+        assert headers["Server"] == "radixkv"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +236,10 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
         assert server.ask("POST", CHAT, {"messages": HI, "max_tokens": 1})[0] == 200
 
 
-def test_while_the_model_loads_every_route_that_needs_it_is_a_503() -> None:
+def test_while_the_model_loads_every_route_that_needs_it_is_a_503(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "radixkv.http")
     server = RunningServer(None, max_body=2**20, ping_s=15)
     try:
         for method, path, body in (
@@ -239,6 +254,8 @@ def test_while_the_model_loads_every_route_that_needs_it_is_a_503() -> None:
             assert answer[1]["Retry-After"]
         assert server.ask("GET", "/metrics")[0] == 200
         assert server.ask("GET", "/version")[0] == 200
+        told = [record.__dict__["fields"]["path"] for record in caplog.records]
+        assert told == ["/v1/models", CHAT, "/version"], "a probe that waits is no news"
     finally:
         server.close()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import aiohttp
 import pytest
 
 import radixkv
+from radixkv.service.http.server import HttpServer, bind
+from radixkv.service.http.serving import Serving
 from tests.http_server import RunningServer, running_server
 
 
@@ -112,6 +115,32 @@ def test_a_web_page_cannot_reset_the_cache(server: RunningServer) -> None:
         status, _, reply = server.ask("POST", "/v1/cache/reset", headers={"Origin": origin})
         assert (status, reply["error"]["type"]) == (403, "permission_error")
     assert server.ask("POST", "/v1/cache/reset", headers={"Origin": server.url})[0] == 200
+
+
+def test_a_page_whose_name_was_made_to_point_here_gets_nothing(server: RunningServer) -> None:
+    """SECURITY-6: DNS rebinding, where Host and Origin agree on a name that is not ours."""
+    port = server.url.rpartition(":")[2]
+    for host in (f"evil.example:{port}", "evil.example", "127.0.0.1.evil.example", "10.0.0.1", "["):
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        for method, path in (("POST", "/v1/cache/reset"), ("GET", "/v1/cache/stats")):
+            status, _, reply = server.ask(method, path, headers=headers)
+            assert (status, reply["error"]["code"]) == (403, "forbidden"), host
+    for host in (f"localhost:{port}", "127.0.0.1", f"127.0.0.1:{port}", f"[::1]:{port}"):
+        assert server.ask("GET", "/v1/cache/stats", headers={"Host": host})[0] == 200
+
+
+async def test_a_server_that_others_may_reach_answers_to_any_name() -> None:
+    """A name in a network is the operator's affair, who has said --insecure-remote."""
+    for host, any_name, named in (("127.0.0.1", True, 200), ("0.0.0.0", False, 200),
+                                  ("127.0.0.1", False, 403)):  # fmt: skip
+        server = HttpServer(Serving(), bind(host, 0), max_body=2**20, any_name=any_name)
+        await server.start()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(server.url + "/version", headers={"Host": "my-machine"}) as reply,
+        ):
+            assert reply.status == named
+        await server.stop(0)
 
 
 def test_what_anybody_can_read_holds_no_text_and_no_tokens(server: RunningServer) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from radixkv.service.http.cache_api import cache_reset, cache_stats
 from radixkv.service.http.chat import chat_completions
 from radixkv.service.http.completions import completions
 from radixkv.service.http.errors import errors_to_json
+from radixkv.service.http.guard import answer_expect, only_loopback_names
 from radixkv.service.http.models import health, list_models, load, metrics, one_model, version
 from radixkv.service.http.observe import add_headers, observing
 from radixkv.service.http.openapi import openapi
@@ -15,32 +17,46 @@ from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.tokens import detokenize, tokenize
 
 
-def build_app(serving: Serving, *, max_body: int) -> web.Application:
-    """Build the application around what its handlers share."""
-    app = web.Application(
-        middlewares=[observing(serving.metrics.count_answer), errors_to_json],
-        client_max_size=max_body,
-    )
+def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -> web.Application:
+    """Build the application around what its handlers share.
+
+    ``loopback_only`` answers to names of this machine alone: for a server that only it can reach.
+    """
+    middlewares: list[Middleware] = [
+        observing(serving.metrics.count_answer),
+        errors_to_json,
+    ]
+    if loopback_only:
+        middlewares.append(only_loopback_names)
+    app = web.Application(middlewares=middlewares, client_max_size=max_body)
     app[SERVING] = serving
     app.on_response_prepare.append(add_headers)
     app.add_routes(
         [
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/completions", completions),
-            web.get("/v1/models", list_models),
-            web.get("/v1/models/{model:.+}", one_model),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/v1/cache/stats", cache_stats),
-            web.post("/v1/cache/reset", cache_reset),
-            web.post("/reset_prefix_cache", cache_reset),
-            web.get("/health", health),
-            web.get("/v1/health", health),
-            web.get("/ping", health),
-            web.get("/version", version),
-            web.get("/load", load),
-            web.get("/metrics", metrics),
-            web.get("/openapi.json", openapi),
+            _post("/v1/chat/completions", chat_completions),
+            _post("/v1/completions", completions),
+            _get("/v1/models", list_models),
+            _get("/v1/models/{model:.+}", one_model),
+            _post("/tokenize", tokenize),
+            _post("/detokenize", detokenize),
+            _get("/v1/cache/stats", cache_stats),
+            _post("/v1/cache/reset", cache_reset),
+            _post("/reset_prefix_cache", cache_reset),
+            _get("/health", health),
+            _get("/v1/health", health),
+            _get("/ping", health),
+            _get("/version", version),
+            _get("/load", load),
+            _get("/metrics", metrics),
+            _get("/openapi.json", openapi),
         ]
     )
     return app
+
+
+def _get(path: str, handler: Handler) -> web.RouteDef:
+    return web.get(path, handler, expect_handler=answer_expect)
+
+
+def _post(path: str, handler: Handler) -> web.RouteDef:
+    return web.post(path, handler, expect_handler=answer_expect)

@@ -126,7 +126,11 @@ class GenerationFields(Strict):
         return MappingProxyType(found)
 
     def check_stream(self) -> None:
-        """Refuse to stream what only a whole answer can carry."""
+        """Refuse to stream what only a whole answer can carry, and options of no stream."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options is only accepted with stream: true", param="stream_options"
+            )
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs"

@@ -25,7 +25,7 @@ CLIENT_GONE = 499
 """nginx's status for a client that hung up; only ever logged."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _QUIET = frozenset({"/health", "/v1/health", "/ping", "/metrics"})
-"""Asked every few seconds by machines: logged at debug level."""
+"""Asked every few seconds by machines: logged at debug level while nothing is wrong."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def observing(count: Callable[[str, int], None]) -> Middleware:
 
 
 def _log(request: web.Request, line: RequestLine) -> None:
-    quiet = request.path in _QUIET and line.status == 200
+    quiet = request.path in _QUIET and (line.status == 200 or line.error == "loading")
     level = logging.DEBUG if quiet else logging.INFO
     if LOG.isEnabledFor(level):
         # The raw path, for a decoded one may hold line ends; never the query.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from radixkv.errors import InvalidConfig
+from radixkv.service.config import is_loopback
 from radixkv.service.http.app import build_app
 from radixkv.service.http.protocol import Protocol
 from radixkv.service.http.serving import Serving
@@ -66,13 +67,20 @@ def url_of(sock: socket.socket) -> str:
 class HttpServer:
     """Listens on one socket. Before ``serving`` has an engine every route that needs one is 503."""
 
-    def __init__(self, serving: Serving, sock: socket.socket, *, max_body: int) -> None:
+    def __init__(
+        self, serving: Serving, sock: socket.socket, *, max_body: int, any_name: bool = False
+    ) -> None:
+        """``any_name``: on a loopback address too, do not mind under what name we are asked."""
         self.serving = serving
         self.url = url_of(sock)
         # Without handler_cancellation a client that hangs up is not noticed before its answer is
         # done, and a generation would hold its blocks for nobody.
         self._runner = web.AppRunner(
-            build_app(serving, max_body=max_body),
+            build_app(
+                serving,
+                max_body=max_body,
+                loopback_only=not any_name and is_loopback(sock.getsockname()[0]),
+            ),
             handler_cancellation=True,
             shutdown_timeout=_LAST_WORDS_S,
         )
