@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -155,7 +156,7 @@ LLAMA = {
     "num_key_value_heads": 3,
     "hidden_size": 576,
 }
-EARLY = (
+EARLY: tuple[Any, ...] = (
     ({}, ["--model", "./nope"], "./nope does not exist"),
     ({}, ["--model", "/nope.gguf"], "/nope.gguf does not exist"),
     ({}, ["--kv-memory", "600KB"], "this model needs 368640 for a block of 16 tokens"),

@@ -159,7 +159,6 @@ def test_neutral_values_and_harmless_fields_are_ignored() -> None:
         prompt_cache_retention="24h",
         service_tier="auto",
         parallel_tool_calls=True,
-        stream_options={"include_usage": True},
         modalities=["text"],
         logit_bias=None,
         stop=None,
