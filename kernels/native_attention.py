@@ -22,7 +22,7 @@ UNIT_TOKENS = 256
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LANES = 16  # head_dim must be a multiple of the widest vector
 MAX_ROWS = 96  # rows of one item: its queries, scores and sums stay in a core's second cache
-MIN_ROWS = 12  # ... unless that leaves threads idle; fewer rows would hardly share a tile
+MIN_ROWS = 24  # ... unless that leaves threads idle; fewer rows would hardly share a tile
 COST = CostModel(token=1.0, run=64.0, row=8.0)
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float

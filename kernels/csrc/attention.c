@@ -11,7 +11,8 @@
 
 enum {
     PART = 16,         /* tokens that few rows read at a time for all heads; a multiple of 4 */
-    FEW = 6,           /* rows of one key head that read in place: a tile would cost more */
+    FEW = 6,           /* rows of one key head that read in place: a tile would cost more, */
+    FEW_FLOATS = 12,   /* and more yet where nothing needs to be converted */
     TILE_FLOATS = 4096 /* of keys or values brought to float32 at a time: half of a usual L1 */
 };
 
@@ -307,7 +308,8 @@ INLINE int attend_unit(int type, const Step *step, const Layer *layer, const Ite
     if (from >= to) return 0;
     int64_t rows = row_at(item, group, item->head_stop, 0);
     memset(s->part, 0, rows * step->head_dim * sizeof(float));
-    if (item->count * group <= FEW) read_in_place(type, step, layer, item, first, from, to, s);
+    if (item->count * group <= (type == FLOAT32 ? FEW_FLOATS : FEW))
+        read_in_place(type, step, layer, item, first, from, to, s);
     else
         for (int64_t h = item->head; h < item->head_stop; h++)
             read_tiles(type, step, layer, item, h, first, from, to, s);
