@@ -68,10 +68,10 @@ def test_a_stream_of_many_prompts_joins_to_the_whole_answers(server: RunningServ
         "n": 2,
         "seed": 3,
         "max_tokens": 9,
-        "stream_options": {"include_usage": True},
     }
+    usage = {"stream_options": {"include_usage": True}}
     whole = server.ask("POST", PATH, body)[2]
-    events = server.events(PATH, body)
+    events = server.events(PATH, body | usage)
     assert events[-1] == "[DONE]"
     texts, reasons = dict.fromkeys(range(4), ""), dict.fromkeys(range(4), "")
     for event in events[:-2]:
