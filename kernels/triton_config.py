@@ -52,7 +52,8 @@ def choose_launch(
     if dtype == torch.float32:
         few = family == "decode"
         warps = 8 if head_pad > 64 or rows > 32 else 4
-        return Launch(head_dim, head_pad, rows if few else max(rows, 32), 16, warps, 2)
+        stages = 1 if wide and quantised and family == "tree" else 2
+        return Launch(head_dim, head_pad, rows if few else max(rows, 32), 16, warps, stages)
     # Of three stages one looks up where the keys of the next lie.
     roomy = shared_bytes >= ROOMY_BYTES
     if family == "decode":
