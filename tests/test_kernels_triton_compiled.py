@@ -96,11 +96,12 @@ def merges() -> list[MergeVariant]:
 
 
 def everything() -> Iterator[Any_]:
-    """List the whole product, for the patient, with groups of one to all heads."""
-    heads, groups = (64, 80, 96, 128, 256), (1, 3, 8, 32, 71)
+    """List the product of all that sizes follow from, for the patient; features take turns."""
+    heads, groups = (64, 80, 96, 128, 256), (1, 8, 32)
     pools = (*POOLS, ("float16", "float16"), ("float16", "e4m3"), ("float32", "e4m3"))
-    for choice in itertools.product(*CHOICES[:2], pools, heads, groups, *CHOICES[5:]):
-        yield variant(choice)
+    turns = itertools.cycle(itertools.product(BLOCK_SIZES, (False, True), (False, True)))
+    for choice in itertools.product(*CHOICES[:2], pools, heads, groups):
+        yield variant((*choice, *next(turns)))
     for target, dtype, head_dim in itertools.product(CHOICES[0], ("float32", "bfloat16"), heads):
         yield from (MergeVariant(target, dtype, head_dim, sinks) for sinks in (False, True))
 
