@@ -44,7 +44,8 @@ def choose_launch(
 
     Bounded by shared memory and by registers: each of these compiles without spilling for sm_80,
     sm_90, sm_100 and gfx942, all features on, for groups of up to 32 heads; larger ones are right
-    and may spill. float32 has no tensor cores to feed, so its tiles are small. A decoding sequence has no more rows than heads in a group, and waits for memory alone.
+    and may spill. float32 has no tensor cores to feed, so its tiles are small. A decoding sequence
+    has no more rows than heads in a group, and waits for memory alone.
     """
     head_pad = max(16, _power_of_two(head_dim))
     rows = max(16, _power_of_two(group))
