@@ -86,10 +86,14 @@ def some_jobs() -> list[Job]:
     """
     found = []
     for turn, target in enumerate(TARGETS):
-        found += [job for i, job in enumerate(_writes(target)) if i % 5 == turn or i % 8 == 3]
-        found += [job for i, job in enumerate(_moves(target)) if i % 6 == turn or i // 3 == 1]
-        latents = list(_mla(target))
-        found += [job for job in latents if "split" not in job.kernel]
+        a, b, c = turn % 3, (turn + 1) % 3, (turn + 2) % 3
+        # Of every new type 5 types of pool, the last two of them quantised.
+        writes, moves, latents = (list(make(target)) for make in (_writes, _moves, _mla))
+        found += [writes[5 * a + 3], writes[5 * b + 4], writes[5 * c + a]]
+        # A copy and both swaps, of each width of words without scales and with.
+        found += [moves[3 * (2 * a + 1)], *moves[6 * b + 1 : 6 * b + 3]]
+        plain = [job for job in latents if "split" not in job.kernel]
+        found += [job for job in plain if job.name.endswith(tuple(FLOATS)[a])]
         half = [job for job in latents if "split" in job.kernel and "rank 512" in job.name]
         found.append(half[(3, 4, 2, 5)[turn]])
     return found

@@ -26,7 +26,7 @@ from tests.moves_cases import (
 )
 
 __all__ = ["fresh_memory_is_nan"]
-often = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+often = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @often
