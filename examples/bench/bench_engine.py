@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -312,6 +313,7 @@ def main() -> None:
         rows.wanted(args.only)
     except ValueError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # engines are ended on the way out
     run = Run(args)
     log = Path(tempfile.gettempdir()) / f"bench-engine-{os.getpid()}.log"
     say(f"what the engines print goes to {log}")

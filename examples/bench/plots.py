@@ -108,7 +108,9 @@ def draw_ratios(engines: dict[str, Any], title: str, target: Path) -> None:
 
 
 def _short(what: str) -> str:
-    return what.strip().replace(" -> ", "\n-> ").replace(", ", "\n").replace("with ", "with\n", 1)
+    for before, after in ((" -> ", "\n-> "), (", ", "\n"), ("with ", "with\n"), (" x [", " x\n[")):
+        what = what.strip().replace(before, after)
+    return what.replace(" of them cached", "\nof 1,024 cached").replace("the shared", "the\nshared")
 
 
 def main() -> None:

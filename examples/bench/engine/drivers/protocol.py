@@ -26,18 +26,20 @@ def serve(operations: Mapping[str, Operation], at_end: Callable[[], object] = la
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = operations[request["op"]](request)
-        except Exception as error:  # the asking side decides what it means
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-    at_end()
-    # Some engines' threads outlive an ordinary end; nothing here needs one.
-    os._exit(0)
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = operations[request["op"]](request)
+            except Exception as error:  # the asking side decides what it means
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()  # breaks if the asking side is gone, which is the end as well
+    finally:
+        at_end()
+        # Some engines' threads outlive an ordinary end; nothing here needs one.
+        os._exit(0)
 
 
 def answer(
