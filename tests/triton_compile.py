@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,19 +101,37 @@ def compile_variant(variant: Variant | MergeVariant) -> Compiled:
 def _compile(
     kernel: Any, target: str, types: dict[str, str], fixed: dict[str, Any], options: dict[str, Any]
 ) -> Compiled:
+    def aligned(name: str) -> bool:
+        return types.get(name, "i32").startswith("*") or name in ("q_row_stride", "q_head_stride")
+
+    return compile_kernel(kernel, target, types, fixed, options, aligned)
+
+
+def compile_kernel(
+    kernel: Any,
+    target: str,
+    types: dict[str, str],
+    fixed: dict[str, Any],
+    options: dict[str, Any],
+    aligned: Callable[[str], bool],
+) -> Compiled:
+    """Compile for a target of TARGETS; arguments are int32 unless ``types`` or ``fixed`` say else.
+
+    ``aligned`` tells of an argument that is not fixed whether it is a multiple of 16.
+    """
     names = kernel.arg_names
     signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
-    aligned = {
+    sixteens = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
-        if signature[n].startswith("*") or n in ("q_row_stride", "q_head_stride")
+        if n not in fixed and aligned(n)
     }
-    source = ASTSource(kernel, signature, fixed, aligned)
+    source = ASTSource(kernel, signature, fixed, sixteens)
     compiled = triton.compile(source, target=TARGETS[target], options=dict(options))
-    return Compiled(compiled.metadata.shared, _spilled(compiled.asm))
+    return Compiled(compiled.metadata.shared, spilled(compiled.asm))
 
 
-def _spilled(asm: dict[str, bytes | str]) -> int | None:
+def spilled(asm: dict[str, bytes | str]) -> int | None:
     """Read spills: of NVIDIA's from the binary's stack, of AMD's from the assembly's metadata.
 
     AMD's scalar registers spill into lanes of vector registers, not to memory: not counted.

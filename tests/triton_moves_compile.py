@@ -4,29 +4,17 @@ Every kernel with every set of constants, types and options that its wrapper can
 for head sizes and types that behave alike, of which some stand for all.
 """
 
-import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from radixkv.kernels import triton_mla, triton_moves, triton_write
+from tests.triton_compile import SHARED_LIMIT, TARGETS, Compiled, compile_kernel
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+__all__ = ["SHARED_LIMIT"]
+
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTISED = ("i8", "u8")
 
@@ -47,28 +35,16 @@ class Job:
         return f"{self.name}-{self.target}"
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What the compiler says: bytes of shared memory; spilled bytes, or None where unreadable."""
-
-    shared_bytes: int
-    spilled: int | None
-
-
 def compile_job(job: Job) -> Compiled:
     """Compile as a launch would: same constants, options, and alignment of the arguments."""
     module, attribute = job.kernel.split(".")
     kernel = getattr({m.__name__.rpartition(".")[2]: m for m in MODULES}[module], attribute)
-    fixed, types = dict(job.fixed), dict(job.types)
-    signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(kernel.arg_names)
-        if n not in fixed and n not in job.loose and not signature[n].startswith("fp")
-    }
-    source = ASTSource(kernel, signature, fixed, aligned)
-    built = triton.compile(source, target=TARGETS[job.target], options=dict(job.options))
-    return Compiled(built.metadata.shared, _spilled(built.asm))
+    types = dict(job.types)
+
+    def aligned(name: str) -> bool:
+        return name not in job.loose and not types.get(name, "i32").startswith("fp")
+
+    return compile_kernel(kernel, job.target, types, dict(job.fixed), dict(job.options), aligned)
 
 
 MODULES = (triton_mla, triton_moves, triton_write)
@@ -151,22 +127,3 @@ def _mla(target: str) -> Iterator[Job]:
                 yield _job(f"latents {name}, {heads} heads, rank {rank}", target,
                            "triton_mla._split_kernel", rows, fixed, options,
                            ("table_stride", "num_heads"))  # fmt: skip
-
-
-def _spilled(asm: dict[str, bytes | str]) -> int | None:
-    """Read spills: NVIDIA's from the binary's stack, AMD's vector registers from its metadata."""
-    if "amdgcn" in asm:
-        return sum(int(n) for n in re.findall(r"vgpr_spill_count:\s*(\d+)", str(asm["amdgcn"])))
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        return None
-    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
-        file.write(bytes(asm["cubin"]))  # type: ignore[arg-type]
-    try:
-        shown = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True
-        ).stdout
-    finally:
-        os.unlink(file.name)
-    sizes = re.findall(r"STACK:(\d+)", shown)
-    return sum(map(int, sizes)) if sizes else None

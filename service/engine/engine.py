@@ -12,7 +12,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,18 +20,18 @@ from typing import Any, Literal
 import torch
 
 from radixkv.cache import PrefixCache
-from radixkv.config import EngineConfig, parse_bytes
-from radixkv.errors import EngineDead, InvalidConfig, InvalidRequest, Overloaded
+from radixkv.config import EngineConfig
+from radixkv.errors import EngineDead, InvalidRequest, Overloaded
 from radixkv.identity.identity import CacheIdentity, Namespace
+from radixkv.service.engine.building import model_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
-from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
+from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.logprobs import PromptLogprobs
 from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
-from radixkv.service.engine.preflight import check_settings
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.runner import ModelRunner
@@ -63,11 +62,10 @@ class Engine:
         progress: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> None:
-        self.config = _config(model, config, settings)
+        self.config = settings_of(model, config, settings)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
-        self._model = model if isinstance(model, LoadedModel) else self._load(path, progress)
-        _expect_decoder(self._model, self.config)
+        self._model = model_of(model, self.config, path, progress)
         (progress or log.info)(f"runs {self.decoder_in_words}")
         self._capacity = Capacity.plan(
             kv_memory=self.config.kv_memory,
@@ -355,20 +353,6 @@ class Engine:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _load(self, path: Path | None, progress: Callable[[str], None] | None) -> LoadedModel:
-        name = self.config.model
-        path = path or resolve_model(name, progress=progress)
-        check_settings(path, self.config)
-        if progress is not None:
-            progress(f"loading {name}")
-        return load_model(
-            path,
-            name=name,
-            dtype=self.config.dtype,
-            device=self.config.device,
-            decoder=self.config.decoder,
-        )
-
     def _identity(self, salt: str | None) -> CacheIdentity:
         return self._model.identity(
             Namespace("local", salt),
@@ -421,37 +405,3 @@ class Engine:
         with self._changed:
             self._in_flight -= num_choices
             self._changed.notify_all()
-
-
-def _config(
-    model: str | LoadedModel | None, config: EngineConfig | None, settings: dict[str, Any]
-) -> EngineConfig:
-    known = EngineConfig.__dataclass_fields__
-    for name in settings:
-        if name not in known:
-            raise InvalidConfig(f"{name} is no setting; known: {', '.join(known)}")
-    if "kv_memory" in settings:
-        settings["kv_memory"] = parse_bytes(settings["kv_memory"], "kv_memory")
-    if model is not None:
-        settings["model"] = model.name if isinstance(model, LoadedModel) else model
-    return replace(config or EngineConfig(), **settings)
-
-
-def _expect_decoder(loaded: LoadedModel, config: EngineConfig) -> None:
-    """Refuse a model that was loaded for another decoder than ``config`` asks for."""
-    if loaded.decoder is not None:
-        if config.decoder == "generic":
-            raise InvalidConfig(
-                f"decoder is 'generic', but {loaded.name} was loaded for the compiled decoder; "
-                "load it with decoder='generic'"
-            )
-        return
-    for wanted, what in (
-        (config.deterministic, "deterministic is on, which"),
-        (config.decoder == "native", "decoder is 'native', which"),
-    ):
-        if wanted:
-            raise InvalidConfig(
-                f"{what} needs the compiled decoder, and it cannot run {loaded.name}: "
-                f"{loaded.generic_reason}"
-            )

@@ -16,8 +16,9 @@ from torch import nn
 from radixkv.kernels.native import unavailable_reason
 from radixkv.kernels.native_decoder import DecoderLayer, DecoderWeights, NativeDecoder
 from radixkv.kernels.packing import Arena, PackedLinear, pack, pack_gated
+from radixkv.service.engine.preflight import NATIVE_FAMILIES
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = NATIVE_FAMILIES
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
 _LINEAR = {"Linear", "FewRowsLinear", "ProjectionPart"}
