@@ -197,6 +197,17 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 
 @st.composite
+def _extras(draw: st.DrawFn) -> dict[str, Any]:
+    """What a model may ask beyond plain softmax, each of it in a quarter of the cases or so."""
+    return {
+        "soft_cap": draw(st.sampled_from((None, None, 2.0))),
+        "sinks": draw(st.booleans()) and draw(st.booleans()),
+        "alibi": draw(st.booleans()) and draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**16)),
+    }
+
+
+@st.composite
 def cases(
     draw: st.DrawFn,
     *,
@@ -224,10 +235,7 @@ def cases(
         shared_blocks=draw(st.sampled_from((0, 0, 2))),
         permuted=draw(st.booleans()),
         sliding_window=draw(st.sampled_from((None, None, 1, 7, 33, 1000))),
-        soft_cap=draw(st.sampled_from((None, None, 2.0))),
-        sinks=draw(st.booleans()) and draw(st.booleans()),
-        alibi=draw(st.booleans()) and draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
+        **draw(_extras()),
     )
 
 
@@ -265,8 +273,5 @@ def tree_cases(
         head_dim=draw(st.sampled_from(head_dims)),
         dtype=draw(st.sampled_from(dtypes)),
         sliding_window=draw(st.sampled_from((None, None, None, 33, 300, 1000))),
-        soft_cap=draw(st.sampled_from((None, None, 2.0))),
-        sinks=draw(st.booleans()) and draw(st.booleans()),
-        alibi=draw(st.booleans()) and draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
+        **draw(_extras()),
     )
