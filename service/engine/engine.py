@@ -22,7 +22,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.errors import EngineDead, InvalidRequest, Overloaded
-from radixkv.identity.identity import CacheIdentity, Namespace
+from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.building import model_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
@@ -31,6 +31,7 @@ from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.logprobs import PromptLogprobs
+from radixkv.service.engine.origin import LOCAL, Origin, take_origin
 from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.request import Request, encode
@@ -193,7 +194,8 @@ class Engine:
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
         """Complete ``prompt`` (text or token ids) and wait for it.
 
-        ``sampling`` are fields of SamplingParams, and ``salt`` for a private part of the cache.
+        ``sampling`` are fields of SamplingParams and of Origin: ``salt="x"`` keeps to a part of the
+        cache that is private.
         """
         return self._start(prompt, sampling).result()
 
@@ -223,7 +225,7 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        salt: str | None = None,
+        origin: Origin = LOCAL,
         param: str = "prompt",
     ) -> Stream:
         """Queue a request; never blocks. ``param`` is the name that errors give the prompt.
@@ -248,12 +250,13 @@ class Engine:
                 arrival=next(self._arrivals),
                 prompt_ids=stream.prompt_token_ids,
                 prompt_bytes=encode(prompt_token_ids),
-                identify=partial(self._identity, salt),
+                identify=partial(self._identity, origin),
                 params=params,
                 max_tokens=max_tokens,
                 entropy=secrets.randbits(64),
                 sampling_prompt=Prompt(stream.prompt_token_ids),
                 stream=stream,
+                origin=origin,
             )
             if params.prompt_logprobs is not None:
                 request.prompt_logprobs = PromptLogprobs(
@@ -353,9 +356,9 @@ class Engine:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _identity(self, salt: str | None) -> CacheIdentity:
+    def _identity(self, origin: Origin) -> CacheIdentity:
         return self._model.identity(
-            Namespace("local", salt),
+            origin.namespace,
             self.config.block_size,
             deterministic=self.config.deterministic,
         )
@@ -384,9 +387,9 @@ class Engine:
     def _start(
         self, prompt: str | Sequence[int], sampling: dict[str, Any], param: str = "prompt"
     ) -> Stream:
-        salt = sampling.pop("salt", None)
+        origin = take_origin(sampling)
         ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return self.submit(ids, sampling_params(sampling), salt=salt, param=param)
+        return self.submit(ids, sampling_params(sampling), origin=origin, param=param)
 
     def _enter(self, num_choices: int) -> None:
         limit = self.config.max_num_seqs + self.config.max_queue

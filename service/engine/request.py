@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from radixkv import tokens as token_codec
 from radixkv.identity.identity import CacheIdentity
+from radixkv.service.engine.origin import LOCAL, Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.table import BlockTable
 
@@ -38,6 +39,8 @@ class Request:
     sampling_prompt: Prompt
     """The prompt as the samplers of all choices see it, digested once."""
     stream: Stream
+    origin: Origin = LOCAL
+    """Who asks, and how urgently."""
     identity: CacheIdentity = field(init=False)
     """The answer for the weights that compute it; given by the engine thread."""
     prompt_logprobs: PromptLogprobs | None = None

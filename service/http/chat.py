@@ -45,7 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             token_ids,
             params,
             request_id=answer.id,
-            salt=body.cache_salt,
+            origin=body.origin(request),
             param="messages",
         )
         if body.stream:

@@ -59,7 +59,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
                     token_ids,
                     params,
                     request_id=f"{answer.id}-{i}",
-                    salt=body.cache_salt,
+                    origin=body.origin(request),
                     param="prompt",
                 )
             )

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
+from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import MAX_CHOICES, MAX_LOGPROBS
 
 MAX_STOPS = 16
@@ -92,6 +94,28 @@ class GenerationFields(Strict):
         max_length=1024,
         description="Requests share cached prefixes only with requests of the same salt.",
     )
+    priority: int | None = Field(
+        None, ge=-(2**31), lt=2**31, description="Lower goes first among your own; default 0."
+    )
+    service_tier: str | None = Field(
+        None,
+        max_length=32,
+        description="`batch` yields to all other work, and to what it keeps in the cache.",
+    )
+    prompt_cache_key: str | None = Field(
+        None,
+        max_length=1024,
+        description="A label by which `/v1/cache/stats` can report; it shares nothing by itself.",
+    )
+
+    def origin(self, request: web.Request) -> Origin:
+        """Return who asks, as authentication has it, and how urgently, as the body has it."""
+        return Origin(
+            salt=self.cache_salt,
+            priority=self.priority or 0,
+            batch=self.service_tier == "batch",
+            cache_key=self.prompt_cache_key or None,
+        )
 
     def common_sampling(self) -> dict[str, Any]:
         """Return the fields that ``SamplingParams`` has by the same name and that were given."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from radixkv.errors import ContextTooLong, InvalidRequest, RadixKVError
+from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
 from radixkv.service.http.messages import Message
@@ -148,14 +149,14 @@ class Serving:
         params: SamplingParams,
         *,
         request_id: str,
-        salt: str | None,
+        origin: Origin,
         param: str,
     ) -> Stream:
         """Queue one prompt; raises what ``Engine.submit`` raises. To be used inside ``running``."""
         if self.draining:
             raise ShuttingDown
         stream = self.engine.submit(
-            token_ids, params, request_id=request_id, salt=salt, param=param
+            token_ids, params, request_id=request_id, origin=origin, param=param
         )
         self.active.add(stream)
         line_of(request).streams.append(stream)
