@@ -49,8 +49,41 @@ class StreamOptions(Strict):
     )
 
 
-class GenerationFields(Strict):
-    """What both generation routes accept."""
+class OriginFields(Strict):
+    """What every route that brings a prompt to the engine accepts beside the prompt."""
+
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="Requests share cached prefixes only with requests of the same salt.",
+    )
+    priority: int | None = Field(
+        None, ge=-(2**31), lt=2**31, description="Lower goes first among your own; default 0."
+    )
+    service_tier: str | None = Field(
+        None,
+        max_length=32,
+        description="`batch` yields to all other work, and to what it keeps in the cache.",
+    )
+    prompt_cache_key: str | None = Field(
+        None,
+        max_length=1024,
+        description="A label by which `/v1/cache/stats` can report; it shares nothing by itself.",
+    )
+
+    def origin(self, request: web.Request) -> Origin:
+        """Return who asks, as authentication has it, and how urgently, as the body has it."""
+        return Origin(
+            salt=self.cache_salt,
+            priority=self.priority or 0,
+            batch=self.service_tier == "batch",
+            cache_key=self.prompt_cache_key or None,
+        )
+
+
+class GenerationFields(OriginFields):
+    """What both of OpenAI's generation routes accept."""
 
     model: str | None = Field(
         None,
@@ -88,35 +121,6 @@ class GenerationFields(Strict):
     return_token_ids: bool | None = Field(
         None, description="Also answer `prompt_token_ids` and each choice's `token_ids`."
     )
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1024,
-        description="Requests share cached prefixes only with requests of the same salt.",
-    )
-    priority: int | None = Field(
-        None, ge=-(2**31), lt=2**31, description="Lower goes first among your own; default 0."
-    )
-    service_tier: str | None = Field(
-        None,
-        max_length=32,
-        description="`batch` yields to all other work, and to what it keeps in the cache.",
-    )
-    prompt_cache_key: str | None = Field(
-        None,
-        max_length=1024,
-        description="A label by which `/v1/cache/stats` can report; it shares nothing by itself.",
-    )
-
-    def origin(self, request: web.Request) -> Origin:
-        """Return who asks, as authentication has it, and how urgently, as the body has it."""
-        return Origin(
-            salt=self.cache_salt,
-            priority=self.priority or 0,
-            batch=self.service_tier == "batch",
-            cache_key=self.prompt_cache_key or None,
-        )
-
     def common_sampling(self) -> dict[str, Any]:
         """Return the fields that ``SamplingParams`` has by the same name and that were given."""
         given = {
