@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from radixkv.service.engine.params import Delta, FinishReason, Generation
-from radixkv.service.http.errors import describe, error_code, log_bug
+from radixkv.service.http.errors import describe, error_code, log_bug, shaped
 from radixkv.service.http.observe import line_of
 from radixkv.service.http.replies import FinishWord
 from radixkv.service.http.serving import Aborted, Serving
@@ -52,10 +52,13 @@ async def deltas_of(
 
 
 async def send_events(
-    request: web.Request, serving: Serving, send: Callable[[EventStream], Awaitable[None]]
+    request: web.Request,
+    serving: Serving,
+    send: Callable[[EventStream], Awaitable[None]],
+    dialect: type[EventStream] = EventStream,
 ) -> web.StreamResponse:
-    """Open the event stream, let ``send`` fill it, and end it: with [DONE], or with an error."""
-    async with EventStream(request, ping_s=serving.ping_s) as events:
+    """Open the event stream, let ``send`` fill it, and end it: with its end mark, or an error."""
+    async with dialect(request, ping_s=serving.ping_s) as events:
         try:
             await send(events)
             await events.done()
@@ -67,7 +70,7 @@ async def send_events(
             line.error = error_code(e)
             if status == 500:
                 log_bug(line.id)
-            await events.fail(body)
+            await events.fail(shaped(request, status, body))
     return events.response
 
 

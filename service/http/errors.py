@@ -1,4 +1,4 @@
-"""The one place where errors become HTTP: always JSON, always in OpenAI's shape.
+"""The one place where errors become HTTP: always JSON, in OpenAI's shape unless said otherwise.
 
 {"error": {"message": str, "type": str, "param": str | null, "code": str | null}}
 """
@@ -12,6 +12,11 @@ from aiohttp.typedefs import Handler
 from typing_extensions import TypedDict
 
 from radixkv.errors import Overloaded, RadixKVError
+from radixkv.service.http.anthropic_errors import (
+    AnthropicError,
+    anthropic_error,
+    speaks_anthropic,
+)
 from radixkv.service.http.observe import line_of
 
 LOG = logging.getLogger("radixkv.http")
@@ -157,4 +162,12 @@ async def errors_to_json(request: web.Request, handler: Handler) -> web.StreamRe
         line.error = error_code(e)
         if status == 500:
             log_bug(line.id)
-        return web.json_response(body, status=status, headers=headers)
+        shown = shaped(request, status, body)
+        return web.json_response(shown, status=status, headers=headers)
+
+
+def shaped(request: web.Request, status: int, body: ErrorReply) -> ErrorReply | AnthropicError:
+    """Return ``body`` in the shape that the clients of this route read."""
+    if speaks_anthropic(request.path):
+        return anthropic_error(status, body, line_of(request).id)
+    return body

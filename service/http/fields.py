@@ -121,6 +121,7 @@ class GenerationFields(OriginFields):
     return_token_ids: bool | None = Field(
         None, description="Also answer `prompt_token_ids` and each choice's `token_ids`."
     )
+
     def common_sampling(self) -> dict[str, Any]:
         """Return the fields that ``SamplingParams`` has by the same name and that were given."""
         given = {

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from radixkv.service.http.anthropic_errors import speaks_anthropic
+
 if TYPE_CHECKING:
     from radixkv.service.engine.stream import Stream
 
@@ -101,4 +103,6 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     line = request.get(LINE)
     if line is not None:
         response.headers["X-Request-Id"] = line.id
+        if speaks_anthropic(request.path):
+            response.headers["request-id"] = line.id  # where their client looks for it
     response.headers["Server"] = "radixkv"

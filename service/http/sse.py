@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -39,8 +39,14 @@ class EventStream:
     """The events of one answer. Writing waits while the client reads slower than we write.
 
     A comment is written whenever ``ping_s`` passed without an event, so that proxies keep the
-    connection and a client that vanished is noticed.
+    connection and a client that vanished is noticed. The form of events is OpenAI's; another
+    dialect is a subclass that says otherwise.
     """
+
+    ping = PING
+    """What is written while nothing happens."""
+    end = DONE
+    """What is written after the last event of a complete answer."""
 
     def __init__(self, request: web.Request, *, ping_s: float) -> None:
         self._request = request
@@ -72,12 +78,16 @@ class EventStream:
     async def send(self, value: object) -> None:
         """Write one event; raises ConnectionError when the client is gone."""
         self._last_write = asyncio.get_running_loop().time()
-        await self.response.write(encode_event(value))
+        await self.response.write(self.encode(value))
+
+    def encode(self, value: Any) -> bytes:
+        """Return one event as it goes over the wire."""
+        return encode_event(value)
 
     async def done(self) -> None:
         """Write the end mark of a complete answer and end the response."""
         self._stop_pings()
-        await self.response.write(DONE)
+        await self.response.write(self.end)
         await self.response.write_eof()
 
     async def fail(self, error: object) -> None:
@@ -98,7 +108,7 @@ class EventStream:
             if idle_s >= self._ping_s:
                 self._last_write, idle_s = loop.time(), 0.0
                 try:
-                    await self.response.write(PING)
+                    await self.response.write(self.ping)
                 except ConnectionError:
                     return  # the handler itself learns of it, from aiohttp or at its next write
             await asyncio.sleep(self._ping_s - idle_s)
