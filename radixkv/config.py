@@ -55,6 +55,9 @@ class EngineConfig:
     """False: blocks are never shared between requests and are freed when a request ends."""
     force_miss: bool = False
     """True: the cache runs in full but every look-up misses (a control for measurements)."""
+    pin_budget: float = 0.25
+    """Share of the KV blocks that pinned prefixes may hold, all owners together, 0 to 0.9. Never
+    so much that a request of the longest context would not fit beside them."""
     device: str = "auto"
     """``auto`` is cuda where there is one, else cpu."""
     decoder: str = "auto"
@@ -81,6 +84,8 @@ class EngineConfig:
             _expect_int("max_model_len", self.max_model_len, 2, 2**24)
         if self.num_threads is not None:
             _expect_int("num_threads", self.num_threads, 1, 1024)
+        if not _is_number(self.pin_budget) or not 0 <= self.pin_budget <= 0.9:
+            raise InvalidConfig(f"pin_budget is {self.pin_budget!r}; wanted a share of 0 to 0.9")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
         if self.decoder not in DECODERS:
@@ -121,6 +126,10 @@ class ServerConfig:
             raise InvalidConfig(
                 f"shutdown_timeout is {self.shutdown_timeout!r}; wanted 0 to 3600 seconds"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _expect_int(name: str, value: object, low: int, high: int) -> None:

@@ -106,6 +106,10 @@ def serve(
             "--force-miss/--no-force-miss",
         ),
     ] = None,
+    pin_budget: Annotated[
+        float | None,
+        _option(_CACHE, "Share of the KV blocks that pinned prompts may hold; default 0.25."),
+    ] = None,
     max_batch_tokens: Annotated[
         int | None, _option(_LIMITS, "Tokens of one forward pass; default 512.")
     ] = None,

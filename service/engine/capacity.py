@@ -13,11 +13,16 @@ from radixkv.service.engine.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The blocks of one pool, and the longest context that model, settings and pool allow."""
+    """The blocks of one pool, and the longest context that model, settings and pool allow.
+
+    Pinned prefixes hold at most ``pinnable_blocks``: what a request may need is counted without
+    them, so that the oldest request always fits, whatever is pinned.
+    """
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    pinnable_blocks: int = 0
 
     @classmethod
     def plan(
@@ -28,8 +33,12 @@ class Capacity:
         block_size: int,
         model_len: int,
         max_model_len: int | None,
+        pin_budget: float = 0.0,
     ) -> Capacity:
-        """Divide ``kv_memory`` bytes into blocks; raises InvalidConfig if that gives too few."""
+        """Divide ``kv_memory`` bytes into blocks; raises InvalidConfig if that gives too few.
+
+        ``pin_budget`` is the share of them that may be pinned, if the longest context leaves it.
+        """
         num_blocks = kv_memory // bytes_per_block
         if num_blocks < 2:
             raise InvalidConfig(
@@ -40,7 +49,9 @@ class Capacity:
             raise InvalidConfig(
                 f"max_model_len is {max_model_len}; this model was made for {model_len} at most"
             )
-        return cls(num_blocks, block_size, min(max_model_len or model_len, num_blocks * block_size))
+        longest = min(max_model_len or model_len, num_blocks * block_size)
+        spare = num_blocks - -(-longest // block_size)
+        return cls(num_blocks, block_size, longest, min(int(pin_budget * num_blocks), spare))
 
     def max_tokens(self, prompt_tokens: int, params: SamplingParams, *, param: str) -> int:
         """Tokens that each choice may generate: what was asked, else all that there is room for.
@@ -64,10 +75,11 @@ class Capacity:
             )
         size = self.block_size
         shared = prompt_tokens // size
-        own = (self.num_blocks - shared) // params.n
+        num_blocks = self.num_blocks - self.pinnable_blocks
+        own = (num_blocks - shared) // params.n
         most = max(1, (shared + own) * size - prompt_tokens + 1)
         wanted = min(room, most) if params.max_tokens is None else params.max_tokens
         if wanted > most:
             each = -(-(prompt_tokens + wanted - 1 - shared * size) // size)
-            raise NeverFits(need_blocks=shared + params.n * each, capacity_blocks=self.num_blocks)
+            raise NeverFits(need_blocks=shared + params.n * each, capacity_blocks=num_blocks)
         return wanted

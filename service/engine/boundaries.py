@@ -1,0 +1,79 @@
+"""Where in a rendered chat a message, or the beginning of one, ends: in tokens of the whole prompt.
+
+Knows templates and tokenizers as ``Prompting`` shows them; nothing of why anybody wants to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.engine.prompting import Prompting
+from radixkv.tokens import common_prefix, encode
+
+_OTHER = "\ue000"
+"""A character of private use: what follows the cut hardly begins with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place in a chat: behind ``messages[message]``, or behind the beginning ``text`` of it."""
+
+    message: int
+    text: str | None = None
+    """None: the whole message, with all that the template writes after it."""
+
+
+def render_cut(
+    prompting: Prompting,
+    messages: Sequence[Mapping[str, Any]],
+    cuts: Sequence[Cut],
+    **rendering: Any,
+) -> tuple[list[int], list[int]]:
+    """Render ``messages`` into token ids, and find for each cut how many of them come before it.
+
+    What comes before a cut is what the chat with and without the rest has in common, as text and
+    then as tokens: a token across the cut counts as behind it. Where the template writes something
+    else already before the cut, it ends there. Each cut costs a rendering and a tokenization of
+    what comes before it. Raises InvalidRequest as ``Prompting.render`` does.
+    """
+    text = prompting.render_text(messages, **rendering)
+    ids = prompting.tokenize(text, add_special_tokens=False)
+    if not cuts:
+        return ids, []
+    whole = encode(ids)
+    positions = []
+    for cut in cuts:
+        before = text[: _common(prompting, messages, cut, text, rendering)]
+        tokens = encode(prompting.tokenize(before, add_special_tokens=False))
+        positions.append(common_prefix(whole, tokens))
+    return ids, positions
+
+
+def _common(
+    prompting: Prompting,
+    messages: Sequence[Mapping[str, Any]],
+    cut: Cut,
+    text: str,
+    rendering: Mapping[str, Any],
+) -> int:
+    """Count the characters of ``text`` that come before ``cut``."""
+    before, last = list(messages[: cut.message]), messages[cut.message]
+    shown = last if cut.text is None else {**last, "content": cut.text}
+    kwargs = {"template_kwargs": rendering.get("template_kwargs")}
+    try:
+        without = prompting.render_text([*before, shown], add_generation_prompt=False, **kwargs)
+    except InvalidRequest:
+        # The template wants more than that, such as a user's turn after the system's: then let
+        # other words follow.
+        shown = {**last, "content": str(shown["content"]) + _OTHER}
+        rest = messages[cut.message + 1 :]
+        without = prompting.render_text([*before, shown, *rest], **rendering)
+    return common_prefix(_as_words(text), _as_words(without))
+
+
+def _as_words(text: str) -> bytes:
+    """Write a character as four bytes, as tokens are, so that no Python step compares them."""
+    return text.encode("utf-32-be", "surrogatepass")
