@@ -62,9 +62,9 @@ def _common(
     """Count the characters of ``text`` that come before ``cut``."""
     before, last = list(messages[: cut.message]), messages[cut.message]
     shown = last if cut.text is None else {**last, "content": cut.text}
-    kwargs = {"template_kwargs": rendering.get("template_kwargs")}
+    closed = {**rendering, "add_generation_prompt": False, "continue_final_message": False}
     try:
-        without = prompting.render_text([*before, shown], add_generation_prompt=False, **kwargs)
+        without = prompting.render_text([*before, shown], **closed)
     except InvalidRequest:
         # The template wants more than that, such as a user's turn after the system's: then let
         # other words follow.

@@ -53,7 +53,7 @@ def parse_body(raw: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as e:
-        raise _explain(e) from None
+        raise explain(e) from None
 
 
 def parse_json(raw: bytes) -> Any:
@@ -94,10 +94,13 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _explain(error: ValidationError) -> InvalidRequest:
-    """Say what pydantic found first, with the path in the style ``messages[0].role``."""
+def explain(error: ValidationError, at: str = "") -> InvalidRequest:
+    """Say what pydantic found first, with the path in the style ``messages[0].role``.
+
+    ``at`` is the path of what was validated, if that was only a part of the body.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
-    path = ""
+    path = at
     for step in first["loc"]:
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
     if first["type"] == "missing":

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.fields import Strict
+from radixkv.service.http.marks import CacheBreakpoint, CacheControl, Part, read_part
 from radixkv.service.http.unsupported import MESSAGE, Unsupported, refuse_unsupported
 
 # These reach the template's renderer as arguments of its own; a caller who sets them would swap the
@@ -40,6 +49,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 def _content_text(value: object) -> object:
@@ -68,6 +79,32 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: str | None = Field(None, max_length=256)
+    cache_control: CacheControl | None = Field(
+        None, description="The same as on the last part of the content."
+    )
+    _parts: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_parts(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        message = handler(value)
+        content = value.get("content") if isinstance(value, dict) else None
+        if isinstance(content, list):
+            message._parts = content
+        return message
+
+    def parts(self, at: str) -> list[Part]:
+        """Return the content as it was sent; ``at`` is the message's place in the body.
+
+        Raises InvalidRequest where a breakpoint is none.
+        """
+        if self._parts:
+            parts = [read_part(p, f"{at}.content[{j}]") for j, p in enumerate(self._parts)]
+        else:
+            parts = [Part(str(self.content), at=f"{at}.content")]
+        if self.cache_control is not None and parts[-1].control is None:
+            parts[-1] = replace(parts[-1], control=self.cache_control)
+        return parts
 
     def for_template(self) -> dict[str, str]:
         """Return what the chat template sees."""

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.params import MAX_LOGPROBS, SamplingParams
 from radixkv.service.http.fields import GenerationFields, Strict
+from radixkv.service.http.marks import CacheFields, Mark, marks_of
 from radixkv.service.http.messages import ChatFields, Messages
 from radixkv.service.http.unsupported import CHAT, COMPLETION, Unsupported, refuse_unsupported
 
@@ -17,7 +18,7 @@ MAX_TOTAL_CHOICES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-class ChatRequest(GenerationFields, ChatFields):
+class ChatRequest(GenerationFields, ChatFields, CacheFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Messages = Field(min_length=1)
@@ -44,6 +45,11 @@ class ChatRequest(GenerationFields, ChatFields):
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return SamplingParams(**given)
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return where prefixes that are to stay resident end; raises InvalidRequest."""
+        turns = [message.parts(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return marks_of(turns, self)
 
 
 Prompt = str | list[int]

@@ -1,7 +1,8 @@
 """The request fields that we refuse, because ignoring them would change the answer.
 
-Each is a real field of OpenAI, vLLM, SGLang or llama.cpp. Its neutral values are accepted, because
-clients send them by default; null and empty ones always are. A field in no table is ignored.
+Each is a real field of OpenAI, Anthropic, vLLM, SGLang or llama.cpp. Its neutral values are
+accepted, because clients send them by default; null and empty ones always are. A field in no table
+is ignored.
 """
 
 from __future__ import annotations
@@ -87,6 +88,18 @@ COMPLETION: dict[str, tuple[object, ...]] = _COMMON | {
     "input_prefix": (),
     "input_suffix": (),
     "input_extra": (),
+}
+
+ANTHROPIC: dict[str, tuple[object, ...]] = {
+    "tools": (),
+    "tool_choice": (),
+    "thinking": (),
+    "mcp_servers": (),
+    "container": (),
+    "context_management": (),
+    "output_format": (),
+    "output_config": (),
+    "fallbacks": (),
 }
 
 MESSAGE: dict[str, tuple[object, ...]] = {

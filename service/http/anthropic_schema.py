@@ -1,0 +1,159 @@
+"""The bodies of Anthropic's routes, and the chat that each of them means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.engine.params import SamplingParams
+from radixkv.service.http.fields import MAX_STOPS, OriginFields, Strict
+from radixkv.service.http.marks import AutomaticFields, CacheControl, Mark, Part, marks_of
+from radixkv.service.http.messages import Message
+from radixkv.service.http.unsupported import ANTHROPIC, Unsupported, refuse_unsupported
+
+_NEUTRAL_KINDS: Mapping[str, frozenset[str]] = {
+    # Objects whose `type` says that nothing is asked; other values change the answer.
+    "thinking": frozenset({"disabled"}),
+    "tool_choice": frozenset({"none", "auto"}),
+}
+
+
+class TextBlock(Strict):
+    """A content block. Blocks of other types are refused."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+def _check_blocks(content: object, at: str) -> None:
+    """Name foreign blocks by their place, which a nested validator cannot know."""
+    for j, block in enumerate(content if isinstance(content, list) else ()):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise Unsupported(
+                f"{at}[{j}].type",
+                f"{at}[{j}] is a block of type {kind[:40]!r}; this server's model reads text only",
+            )
+
+
+def _check_system(value: object) -> object:
+    _check_blocks(value, "system")
+    return value
+
+
+def _check_messages(value: object) -> object:
+    for i, message in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(message, dict):
+            _check_blocks(message.get("content"), f"messages[{i}].content")
+    return value
+
+
+class AnthropicMessage(Strict):
+    """One turn, or a part of one: turns of one role that follow each other are one."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+
+
+class CountTokensRequest(AutomaticFields):
+    """The body of `POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: Annotated[
+        list[AnthropicMessage], Field(min_length=1), BeforeValidator(_check_messages)
+    ]
+    system: Annotated[str | list[TextBlock] | None, BeforeValidator(_check_system)] = None
+
+    def check_supported(self) -> None:
+        """Refuse what would change the answer if it were ignored."""
+        asked = dict(self.model_extra or {})
+        for name, neutral in _NEUTRAL_KINDS.items():
+            value = asked.get(name)
+            if isinstance(value, dict) and value.get("type") in neutral:
+                del asked[name]
+        refuse_unsupported(asked, ANTHROPIC)
+
+    def turns(self) -> list[tuple[str, list[Part]]]:
+        """Return (role, parts) of each message that the template is to show."""
+        turns: list[tuple[str, list[Part]]] = []
+        system = _parts(self.system, "system") if self.system else []
+        if any(part.text for part in system):
+            turns.append(("system", system))
+        for i, message in enumerate(self.messages):
+            parts = _parts(message.content, f"messages[{i}].content")
+            if turns and turns[-1][0] == message.role:
+                turns[-1][1].extend(parts)
+            else:
+                turns.append((message.role, parts))
+        if self.continues and (last := turns[-1][1][-1]).text != last.text.rstrip():
+            raise InvalidRequest(
+                f"{last.at} is the beginning of the answer and ends in white space, after which "
+                "the model would not go on as it speaks; leave that out",
+                param=last.at,
+            )
+        return turns
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last turn is the beginning of the answer."""
+        return self.messages[-1].role == "assistant"
+
+    def rendering(self) -> dict[str, Any]:
+        """Return the arguments of ``Engine.render`` beside the messages."""
+        return {
+            "add_generation_prompt": not self.continues,
+            "continue_final_message": self.continues,
+        }
+
+
+class MessagesRequest(CountTokensRequest, OriginFields):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1, description="Tokens of the answer.")
+    temperature: float | None = Field(None, ge=0, le=1, description="Default 1; 0 is greedy.")
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 keeps every token.")
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, max_length=MAX_STOPS, description="Strings that end the answer, never shown."
+    )
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
+    metadata: dict[str, Any] | None = Field(
+        None, description="Accepted and not looked at: who asks is known by the key alone."
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**64, description="radixkv's own: draw the same answer again."
+    )
+
+    def sampling(self) -> SamplingParams:
+        """Return the engine's parameters."""
+        given: dict[str, Any] = {
+            name: value
+            for name in ("max_tokens", "temperature", "top_k", "seed")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.top_p is not None:
+            given["top_p"] = self.top_p or 1e-9  # the likeliest token alone, as 0 means elsewhere
+        return SamplingParams(**given, stop=tuple(self.stop_sequences or ()))
+
+
+def chat_of(body: CountTokensRequest) -> tuple[list[Message], tuple[Mark, ...]]:
+    """Return the chat that ``body`` means and its breakpoints; raises InvalidRequest."""
+    body.check_supported()
+    turns = body.turns()
+    messages = [
+        Message.model_validate({"role": role, "content": "\n".join(part.text for part in parts)})
+        for role, parts in turns
+    ]
+    return messages, marks_of([parts for _, parts in turns], body)
+
+
+def _parts(content: str | list[TextBlock], at: str) -> list[Part]:
+    if isinstance(content, str):
+        return [Part(content, at=at)]
+    return [
+        Part(block.text, block.cache_control, at=f"{at}[{j}]") for j, block in enumerate(content)
+    ]
