@@ -52,8 +52,18 @@ class TurnStats:
 class Client:
     """Asks one server. Raises ChatError, at once if nothing answers at ``url``."""
 
-    def __init__(self, url: str, *, max_tokens: int, temperature: float | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_tokens: int,
+        temperature: float | None = None,
+        api_key: str | None = None,
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._options = {"max_tokens": max_tokens}
         if temperature is not None:
             self._options |= {"temperature": temperature}  # type: ignore[dict-item]
@@ -95,9 +105,7 @@ class Client:
     def _open(self, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(
-                self.url + path, data=data, headers={"Content-Type": "application/json"}
-            )
+            request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
             # An answer may be long in coming; only whether anybody is there must show soon.
             timeout_s = _CONNECT_TIMEOUT_S if body is None else None
             reply = urllib.request.urlopen(request, timeout=timeout_s)

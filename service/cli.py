@@ -17,6 +17,7 @@ from rich.console import Console
 
 import radixkv
 from radixkv.errors import RadixKVError
+from radixkv.service.cli_tenants import tenants_app
 from radixkv.service.config import Settings, is_loopback, load_settings
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.add_typer(tenants_app, name="tenants")
 _MODEL, _CACHE, _LIMITS, _SERVER = "Model", "Cache", "Limits", "Server"
 
 
@@ -138,9 +140,25 @@ def serve(
         bool | None,
         _option(
             _SERVER,
-            "Allow a host that other machines reach: anyone there may use this server. Off by "
-            "default.",
+            "Allow a host that other machines reach without asking for keys: anyone there may use "
+            "this server. Off by default.",
             "--insecure-remote/--no-insecure-remote",
+        ),
+    ] = None,
+    tenants: Annotated[
+        str | None,
+        _option(
+            _SERVER,
+            "File of those who have keys (see `radixkv tenants`); default: none, and no key is "
+            "asked for. Read again when it changes, and on SIGHUP.",
+        ),
+    ] = None,
+    open_metrics: Annotated[
+        bool | None,
+        _option(
+            _SERVER,
+            "Show /metrics without a key, where keys are asked for; off by default.",
+            "--open-metrics/--no-open-metrics",
         ),
     ] = None,
     shutdown_timeout: Annotated[
@@ -192,6 +210,12 @@ def chat(
         float | None,
         typer.Option(min=0, max=2, help="0 always gives the likeliest.", show_default=False),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RADIXKV_API_KEY", help="For a server that asks for one.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Talk to a running server in the terminal.
 
@@ -201,7 +225,7 @@ def chat(
     from radixkv.service.chat import ChatError, ChatTerminal, Client
 
     try:
-        client = Client(url, max_tokens=max_tokens, temperature=temperature)
+        client = Client(url, max_tokens=max_tokens, temperature=temperature, api_key=api_key)
         ChatTerminal(client, system=system).run(sys.stdin)
     except ChatError as e:
         _fail(str(e))
@@ -211,21 +235,30 @@ def chat(
 
 def _serve(settings: Settings) -> int:
     """Bind, load, serve; returns the exit code."""
+    from radixkv.service.http.auth import Gate
     from radixkv.service.http.server import HttpServer, bind, run_server
     from radixkv.service.http.serving import Serving
     from radixkv.service.logs import configure_logs
+    from radixkv.service.tenants_file import TenantsFile
 
     configure_logs(settings.server.log_format, sys.stderr)
     if settings.server.log_format == "json" or not sys.stderr.isatty():
         # The bars of transformers and the hub, which look here when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     say = _Narrator(settings.server.log_format == "json")
+    tenants = TenantsFile(Path(settings.tenants)) if settings.tenants is not None else None
     sock = bind(settings.server.host, settings.server.port)
     if not is_loopback(settings.server.host):
-        say("anyone who reaches this host may use the server: it asks for no key", warn=True)
+        risk = (
+            "anyone who reaches this host may use the server: it asks for no key"
+            if tenants is None
+            else "keys and texts cross the network in the clear: put a proxy with TLS in front"
+        )
+        say(risk, warn=True)
 
     async def main() -> bool:
-        serving = Serving(vllm_metric_names=settings.vllm_metric_names)
+        gate = Gate(tenants, open_metrics=settings.open_metrics)
+        serving = Serving(vllm_metric_names=settings.vllm_metric_names, gate=gate)
         server = HttpServer(
             serving,
             sock,
@@ -236,7 +269,7 @@ def _serve(settings: Settings) -> int:
             server,
             lambda: _load(settings, say),
             shutdown_timeout_s=settings.server.shutdown_timeout,
-            ready=lambda engine: say.ready(engine, server.url),
+            ready=lambda engine: say.ready(engine, server.url, keyed=tenants is not None),
             stopping=lambda n: say(
                 f"stopping; requests that may still finish: {n} (again: at once)"
             ),
@@ -283,7 +316,7 @@ class _Narrator:
         self._console.print(line, end="")
         self._console.print(message, markup=False, soft_wrap=True)
 
-    def ready(self, engine: Engine, url: str) -> None:
+    def ready(self, engine: Engine, url: str, *, keyed: bool = False) -> None:
         """Say what is served and where, with a line to try it that works when pasted."""
         stats, config = engine.stats(), engine.config
         mode = ", deterministic" if config.deterministic else ""
@@ -295,21 +328,25 @@ class _Narrator:
         if self._log is None:
             self._console.print("\nTry it:", style="bold")
             # Plain print: a terminal may wrap it, but no line end gets into what is copied.
-            print(curl_line(url, engine.model_name), flush=True)
+            print(curl_line(url, engine.model_name, keyed=keyed), flush=True)
             self._console.print("\nStop with Ctrl-C.", style="dim")
 
 
-def curl_line(url: str, model: str) -> str:
-    """Return a shell command that streams an answer from the server at ``url``."""
+def curl_line(url: str, model: str, *, keyed: bool = False) -> str:
+    """Return a shell command that streams an answer from the server at ``url``.
+
+    ``keyed``: with the key that is in the environment of the shell.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
         "stream": True,
         "max_tokens": 100,
     }
+    key = '-H "Authorization: Bearer $RADIXKV_API_KEY" ' if keyed else ""
     return (
         f"curl -N {shlex.quote(url + '/v1/chat/completions')} -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}"
+        f"{key}-d {shlex.quote(json.dumps(body))}"
     )
 
 

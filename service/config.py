@@ -21,6 +21,7 @@ from radixkv.errors import InvalidConfig
 _SIZES = ("kv_memory", "max_body")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "text"),
+    "str | None": ((str,), "text"),
     "int": ((int,), "a whole number"),
     "int | None": ((int,), "a whole number"),
     "float": ((int, float), "a number"),
@@ -35,7 +36,11 @@ class Settings:
     engine: EngineConfig
     server: ServerConfig
     insecure_remote: bool = False
-    """Allows a host that other machines reach; without it only loopback is served."""
+    """Allows a host that other machines reach where no key is asked for."""
+    tenants: str | None = None
+    """The file of those who have keys; without it whoever reaches the server may use it."""
+    open_metrics: bool = False
+    """Shows /metrics without a key where keys are asked for."""
     vllm_metric_names: bool = False
     """Also shows every metric under vLLM's name, for dashboards and routers made for it."""
 
@@ -131,8 +136,9 @@ def _unknown(key: str, name: str, value: object, known: list[str], file: str) ->
 
 def _refuse_remote(settings: Settings) -> None:
     host = settings.server.host
-    if not settings.insecure_remote and not is_loopback(host):
+    if settings.tenants is None and not settings.insecure_remote and not is_loopback(host):
         raise InvalidConfig(
             f"host is {host!r}, which other machines may reach, and this server asks nobody who "
-            "they are; use 127.0.0.1, or add --insecure-remote if the network itself is trusted"
+            "they are; give keys to those who may with --tenants FILE, use 127.0.0.1, or add "
+            "--insecure-remote if the network itself is trusted"
         )

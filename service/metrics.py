@@ -14,6 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from radixkv.service.tenant_metrics import TenantCounters
+
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
     from radixkv.service.engine.stream import Stream
@@ -43,7 +45,7 @@ _TIMES = {
 class Metrics:
     """One server's registry. Histograms are fed by the event loop, counters read at a scrape."""
 
-    def __init__(self, *, vllm_names: bool = False) -> None:
+    def __init__(self, *, vllm_names: bool = False, by_tenant: bool = False) -> None:
         self.registry = CollectorRegistry()
         self._shown = _Shown(self.registry, vllm_names=vllm_names)
         self._answers = Counter(
@@ -53,6 +55,8 @@ class Metrics:
             registry=self.registry,
         )
         self._times: dict[str, Histogram] = {}
+        self.tenants = TenantCounters(self.registry, PREFIX) if by_tenant else None
+        """None: there is one tenant, whose numbers are the engine's."""
 
     def attach(self, engine: Engine) -> None:
         """Begin to show ``engine``; once."""

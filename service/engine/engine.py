@@ -124,6 +124,11 @@ class Engine:
         return self._capacity.max_model_len
 
     @property
+    def bytes_per_block(self) -> int:
+        """What a KV block takes of the device's memory."""
+        return ModelRunner.bytes_per_block(self._model, self.config.block_size)
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._model.vocab_size

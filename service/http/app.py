@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from radixkv.service.http.auth import add_limit_headers, authenticating
 from radixkv.service.http.cache_api import cache_reset, cache_stats
 from radixkv.service.http.chat import chat_completions
 from radixkv.service.http.completions import completions
@@ -28,9 +29,11 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
     ]
     if loopback_only:
         middlewares.append(only_loopback_names)
+    middlewares.append(authenticating(serving.gate, serving.metrics.tenants))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     app[SERVING] = serving
     app.on_response_prepare.append(add_headers)
+    app.on_response_prepare.append(add_limit_headers)
     app.add_routes(
         [
             _post("/v1/chat/completions", chat_completions),

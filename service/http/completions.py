@@ -49,6 +49,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if body.echo:
         answer.echoes = await serving.detokenize(body.prompts)
     with serving.running(request):
+        serving.admit(request, prompts, params.n)
         streams = []
         for i, token_ids in enumerate(prompts):
             if i:

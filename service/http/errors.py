@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NotRequired
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -17,6 +18,7 @@ from radixkv.service.http.anthropic_errors import (
     anthropic_error,
     speaks_anthropic,
 )
+from radixkv.service.http.limits import LimitDetail, LimitReached
 from radixkv.service.http.observe import line_of
 
 LOG = logging.getLogger("radixkv.http")
@@ -47,6 +49,7 @@ class HttpError(RadixKVError):
         super().__init__(message, param=param)
         self.status = status
         self.code = code if code is not None else _CODES.get(status)
+        self.headers: dict[str, str] = {}
 
 
 class ModelNotFound(RadixKVError):
@@ -89,6 +92,7 @@ class ErrorDetail(TypedDict):
     type: str
     param: str | None
     code: str | None
+    limit: NotRequired[LimitDetail]
 
 
 class ErrorReply(TypedDict):
@@ -108,12 +112,14 @@ def error_reply(
 def describe(error: BaseException, request_id: str) -> tuple[int, ErrorReply, dict[str, str]]:
     """Turn any error into a status, a body and headers; what we did not foresee shows no detail."""
     if isinstance(error, RadixKVError):
-        headers = {}
+        headers = dict(error.headers) if isinstance(error, HttpError) else {}
         if isinstance(error, Overloaded):
             headers["Retry-After"] = str(max(1, error.retry_after_s))
         elif isinstance(error, Loading):
             headers["Retry-After"] = "2"
         body = error_reply(error.status, str(error), code=error.code, param=error.param)
+        if isinstance(error, LimitReached):
+            body["error"]["limit"] = error.limit
         return error.status, body, headers
     if isinstance(error, web.HTTPException):
         return (

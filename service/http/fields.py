@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import MAX_CHOICES, MAX_LOGPROBS
+from radixkv.service.http.auth import caller_of
 
 MAX_STOPS = 16
 MAX_BIASES = 1024
@@ -75,6 +76,7 @@ class OriginFields(Strict):
     def origin(self, request: web.Request) -> Origin:
         """Return who asks, as authentication has it, and how urgently, as the body has it."""
         return Origin(
+            tenant=caller_of(request).tenant,
             salt=self.cache_salt,
             priority=self.priority or 0,
             batch=self.service_tier == "batch",

@@ -1,4 +1,4 @@
-"""What is turned away by its headers alone: foreign host names, and foreign expectations."""
+"""What is turned away by its headers alone: foreign names, web pages and expectations."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ async def only_loopback_names(request: web.Request, handler: Handler) -> web.Str
             "in front must send such a Host, or the server be started with --insecure-remote",
         )
     return await handler(request)
+
+
+def refuse_web_pages(request: web.Request) -> None:
+    """Refuse a call of a web page: a browser may send it without asking, but names the page."""
+    origin = request.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2] != request.host:
+        raise HttpError(403, f"requests from web pages of {origin[:100]!r} are not accepted here")
 
 
 async def answer_expect(request: web.Request) -> web.StreamResponse | None:

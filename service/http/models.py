@@ -11,6 +11,7 @@ from aiohttp import web
 
 import radixkv
 from radixkv.errors import EngineDead
+from radixkv.service.http.auth import caller_of, only_admins
 from radixkv.service.http.errors import ModelNotFound
 from radixkv.service.http.replies import HealthReply, LoadReply, ModelCard, ModelList, VersionReply
 from radixkv.service.http.serving import SERVING
@@ -51,15 +52,24 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def load(request: web.Request) -> web.Response:
-    """Tell how many sequences run or wait."""
-    stats = request.app[SERVING].engine.stats()
-    reply: LoadReply = {"server_load": stats.num_running + stats.num_waiting}
+    """Tell how many sequences run or wait: all to an admin, to others their own."""
+    caller, stats = caller_of(request), request.app[SERVING].engine.stats()
+    number = stats.num_running + stats.num_waiting
+    if not caller.is_admin and caller.limits is not None:
+        number = caller.limits.in_flight
+    reply: LoadReply = {"server_load": number}
     return json_reply(reply)
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Show counters and histograms to Prometheus, also while the model loads."""
-    body = request.app[SERVING].metrics.expose()
+    """Show counters and histograms to Prometheus, also while the model loads.
+
+    They are of all tenants, so where there are keys it takes an admin's, or `--open-metrics`.
+    """
+    serving = request.app[SERVING]
+    if request.path not in serving.gate.open_paths:
+        only_admins(request)
+    body = serving.metrics.expose()
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

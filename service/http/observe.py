@@ -38,11 +38,17 @@ class RequestLine:
     started_s: float = field(default_factory=time.monotonic)
     status: int = 500
     error: str | None = None
+    tenant: str | None = None
+    """Who called, if callers have keys here."""
     streams: list[Stream] = field(default_factory=list)
+    num_paid: int = 0
+    """Prompts that its tenant was charged for and that are not submitted yet."""
 
     def fields(self) -> dict[str, object]:
         """Return the line's fields; those of tokens only if tokens were asked for."""
-        found: dict[str, object] = {"id": self.id, "status": self.status, "error": self.error}
+        found: dict[str, object] = {
+            "id": self.id, "tenant": self.tenant, "status": self.status, "error": self.error
+        }  # fmt: skip
         if self.streams:
             first = [s.first_token_s for s in self.streams if s.first_token_s is not None]
             found |= {

@@ -79,7 +79,9 @@ class HttpServer:
             build_app(
                 serving,
                 max_body=max_body,
-                loopback_only=not any_name and is_loopback(sock.getsockname()[0]),
+                # A page whose name was made to point here has no key.
+                loopback_only=not (any_name or serving.gate.keyed)
+                and is_loopback(sock.getsockname()[0]),
             ),
             handler_cancellation=True,
             shutdown_timeout=_LAST_WORDS_S,
@@ -129,6 +131,9 @@ async def run_server(
     """
     stop = asyncio.Event()
     _on_signals(stop)
+    if server.serving.gate.keyed and hasattr(signal, "SIGHUP"):
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, server.serving.gate.reload)
     await server.start()
     loading = asyncio.create_task(_in_daemon_thread(load))
     stopped = asyncio.create_task(stop.wait())

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from radixkv.errors import ContextTooLong, InvalidRequest, RadixKVError
+from radixkv.errors import ContextTooLong, InvalidRequest, Overloaded, RadixKVError
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import SamplingParams
+from radixkv.service.http.auth import Gate, caller_of
 from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
 from radixkv.service.http.messages import Message
 from radixkv.service.http.observe import line_of
 from radixkv.service.http.schema import Prompt
 from radixkv.service.metrics import Metrics
+from radixkv.service.tenant_shares import Shares
 
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
@@ -45,6 +47,13 @@ class Aborted(RadixKVError):
         super().__init__("The request was aborted, because the server is shutting down.")
 
 
+class Busy(Overloaded):
+    """The server takes no more for now, whoever fills it."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is busy; try again later.", retry_after_s=1)
+
+
 class Serving:
     """Lives as long as the server; used on the event loop only.
 
@@ -52,9 +61,17 @@ class Serving:
     wait for it or end it.
     """
 
-    def __init__(self, *, ping_s: float = PING_S, vllm_metric_names: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        ping_s: float = PING_S,
+        vllm_metric_names: bool = False,
+        gate: Gate | None = None,
+    ) -> None:
+        """``gate`` lets callers in; without one everybody who gets here is the local tenant."""
         self.ping_s = ping_s
-        self.metrics = Metrics(vllm_names=vllm_metric_names)
+        self.gate = gate or Gate()
+        self.metrics = Metrics(vllm_names=vllm_metric_names, by_tenant=self.gate.keyed)
         self.draining = False
         self.active: set[Stream] = set()
         self._engine: Engine | None = None
@@ -70,7 +87,16 @@ class Serving:
         return self._engine
 
     def start(self, engine: Engine) -> None:
-        """Begin to serve with ``engine``, which stays the caller's to close."""
+        """Begin to serve with ``engine``, which stays the caller's to close.
+
+        Raises InvalidConfig if the tenants were promised more of the cache than there is.
+        """
+        if self.gate.keyed:
+            self.gate.attach(
+                Shares(engine).use,
+                max_running=engine.config.max_num_seqs,
+                max_choices=engine.config.max_num_seqs + engine.config.max_queue,
+            )
         self._engine = engine
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         self.metrics.attach(engine)
@@ -142,6 +168,16 @@ class Serving:
 
         return await self._run(4 * sum(len(p) for p in prompts if isinstance(p, list)), work)
 
+    def admit(self, request: web.Request, prompts: Sequence[Sequence[int]], n: int) -> None:
+        """Charge the caller for several prompts at once, all or nothing; raises LimitReached.
+
+        ``submit`` does it for a single prompt, and does not charge again for these.
+        """
+        limits = caller_of(request).limits
+        if limits is not None:
+            limits.admit(sum(map(len, prompts)), len(prompts) * n)
+            line_of(request).num_paid += len(prompts)
+
     def submit(
         self,
         request: web.Request,
@@ -155,22 +191,39 @@ class Serving:
         """Queue one prompt; raises what ``Engine.submit`` raises. To be used inside ``running``."""
         if self.draining:
             raise ShuttingDown
-        stream = self.engine.submit(
-            token_ids, params, request_id=request_id, origin=origin, param=param
-        )
+        line, caller = line_of(request), caller_of(request)
+        if line.num_paid == 0:
+            self.admit(request, [token_ids], params.n)
+        line.num_paid = max(0, line.num_paid - 1)
+        try:
+            stream = self.engine.submit(
+                token_ids, params, request_id=request_id, origin=origin, param=param
+            )
+        except BaseException as e:
+            if caller.limits is not None:
+                caller.limits.give_back(len(token_ids))
+                if isinstance(e, Overloaded):  # how full it is would tell what others do
+                    raise Busy from None
+            raise
+        if caller.limits is not None:
+            caller.limits.enter(stream)
         self.active.add(stream)
-        line_of(request).streams.append(stream)
+        line.streams.append(stream)
         return stream
 
     @contextmanager
     def running(self, request: web.Request) -> Iterator[None]:
         """End what ``request`` submitted, however the handler is left, and observe its times."""
-        line = line_of(request)
+        line, caller = line_of(request), caller_of(request)
         try:
             yield
         finally:
             for stream in line.streams:
                 self.active.discard(stream)
+                if caller.limits is not None:
+                    caller.limits.leave(stream)
+                    if self.metrics.tenants is not None:
+                        self.metrics.tenants.count_usage(caller.tenant, stream.usage)
                 if stream.finished:
                     self.metrics.observe(stream, line.started_s)
                 stream.abort()
