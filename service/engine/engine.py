@@ -168,6 +168,11 @@ class Engine:
 
     # ---- text and tokens ------------------------------------------------------------------------
 
+    @property
+    def prompting(self) -> Prompting:
+        """What turns chats and text into tokens, and shows how."""
+        return self._prompting
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -175,6 +180,7 @@ class Engine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Turn a chat into token ids with the model's template; raises InvalidRequest."""
         return self._prompting.render(
@@ -182,6 +188,7 @@ class Engine:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
+            tools=tools,
         )
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

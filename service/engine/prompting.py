@@ -33,8 +33,9 @@ class Prompting:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Write the chat out with the model's template.
+        """Write the chat out with the model's template; ``tools`` as they are, in their order.
 
         Raises InvalidRequest if there is no template or the template refuses these messages.
         """
@@ -50,6 +51,7 @@ class Prompting:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 **(template_kwargs or {}),
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
@@ -71,6 +73,19 @@ class Prompting:
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             del ids[0]
         return ids
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included; halves of characters are left out."""
+        text = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return str(text).strip("\ufffd")
+
+    def offset(self, text: str, token_ids: Sequence[int], at: int) -> int:
+        """Return the character of ``text`` at which token ``at`` of it begins."""
+        if self._tokenizer.is_fast:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            offsets = found["offset_mapping"]
+            return offsets[at][0] if at < len(offsets) else len(text)
+        return min(len(self.text_of(token_ids[:at])), len(text))
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest unless there are ids and all are in the vocabulary."""

@@ -1,0 +1,309 @@
+"""Did a prompt go on from an earlier one? In the words that Anthropic's and OpenAI's clients know.
+
+Knows section digests of past prompts, each tenant's apart and bounded; never text or tokens. The
+digests are keyed with a secret of this process, so that nobody can test a guess against them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from radixkv.service.engine.params import Usage
+from radixkv.service.hints import Hint, kwarg_hint, tool_keys_hint, tool_order_hint
+
+MAX_PROMPTS = 256
+"""Prompts remembered of one tenant."""
+MAX_TENANTS = 256
+MAX_MESSAGES = 2048
+"""Messages of a prompt whose digests are kept; what comes later counts as one."""
+_MAX_KWARGS = 16
+_SECRET = secrets.token_bytes(32)
+
+Change = Literal["model_changed", "system_changed", "tools_changed", "messages_changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSections:
+    """The digests of what one prompt was made of, in the order in which it matters."""
+
+    model: bytes
+    salt: bytes | None
+    tools: bytes | None
+    """As sent: the order of tools and keys included."""
+    tool_set: bytes | None
+    """Whatever the order of the tools."""
+    tool_list: bytes | None
+    """Whatever the order of their keys."""
+    system: bytes | None
+    messages: tuple[bytes, ...]
+    kwargs: tuple[tuple[str, bytes], ...]
+    chars: tuple[int, ...]
+    """Characters of tools, system and each message: by these, tokens are estimated."""
+
+
+def sections_of(
+    *,
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    system: object = None,
+    kwargs: Mapping[str, Any] | None = None,
+    salt: str | None = None,
+) -> PromptSections:
+    """Digest a prompt's parts, all of them JSON. ``model``: the name, with its adapter's.
+
+    A first message of the role ``system`` or ``developer`` is the system prompt if none is given.
+    """
+    rest = list(messages)
+    if system is None and rest and rest[0].get("role") in ("system", "developer"):
+        system = rest.pop(0).get("content")
+    shown = [_json(message) for message in rest]
+    if len(shown) > MAX_MESSAGES:
+        shown[MAX_MESSAGES:] = ["".join(shown[MAX_MESSAGES:])]
+    tool_texts = [_json(tool) for tool in tools or ()]
+    sorted_texts = [_json(tool, ordered=False) for tool in tools or ()]
+    system_text = None if system is None else _json(system)
+    return PromptSections(
+        model=_digest(model),
+        salt=None if salt is None else _digest(salt),
+        tools=_digest(*tool_texts) if tool_texts else None,
+        tool_set=_digest(*sorted(sorted_texts)) if tool_texts else None,
+        tool_list=_digest(*sorted_texts) if tool_texts else None,
+        system=None if system_text is None else _digest(system_text),
+        messages=tuple(map(_digest, shown)),
+        kwargs=tuple(
+            (name[:64], _digest(_json(value)))
+            for name, value in sorted((kwargs or {}).items())[:_MAX_KWARGS]
+        ),
+        chars=(sum(map(len, tool_texts)), len(system_text or ""), *map(len, shown)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a prompt goes on from an earlier one."""
+
+    changed: Change | None
+    """The first section that differs; None if the earlier prompt is a prefix, or is longer."""
+    shared: float
+    """Share of the later prompt's characters that comes before the difference, 0 to 1."""
+    hints: tuple[Hint, ...] = ()
+
+
+def compare(earlier: PromptSections, later: PromptSections) -> Comparison:
+    """Find the first section in which ``later`` leaves ``earlier``.
+
+    A prompt that stops where the earlier one went on has not changed: it was shortened.
+    """
+    total = max(1, sum(later.chars))
+    tools, system = later.chars[0], later.chars[1]
+    kwargs = _changed_kwargs(earlier, later)
+    hints = (kwarg_hint(kwargs),) if kwargs else ()
+    if earlier.model != later.model:
+        return Comparison("model_changed", 0.0, hints)
+    if earlier.tools != later.tools:
+        if later.tool_list is not None and earlier.tool_list == later.tool_list:
+            hints += (tool_keys_hint(),)
+        elif later.tool_set is not None and earlier.tool_set == later.tool_set:
+            hints += (tool_order_hint(),)
+        return Comparison("tools_changed", 0.0, hints)
+    if earlier.system != later.system:
+        return Comparison("system_changed", tools / total, hints)
+    if kwargs:  # the template writes them where it likes, mostly near the beginning
+        return Comparison("system_changed", 0.0, hints)
+    same = 0
+    for mine, other in zip(earlier.messages, later.messages, strict=False):
+        if mine != other:
+            share = (tools + system + sum(later.chars[2 : 2 + same])) / total
+            return Comparison("messages_changed", share)
+        same += 1
+    return Comparison(None, (tools + system + sum(later.chars[2 : 2 + same])) / total)
+
+
+class PromptMemory:
+    """The sections of past prompts by the id of their answer. Oldest out; for one thread."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, OrderedDict[str, PromptSections]] = OrderedDict()
+
+    def remember(self, tenant: str, answer_id: str, sections: PromptSections) -> None:
+        """Keep what the answer ``answer_id`` answered."""
+        mine = self._tenants.setdefault(tenant, OrderedDict())
+        self._tenants.move_to_end(tenant)
+        mine[answer_id] = sections
+        if len(mine) > MAX_PROMPTS:
+            mine.popitem(last=False)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
+
+    def recall(
+        self, tenant: str, answer_id: str, sections: PromptSections
+    ) -> PromptSections | None:
+        """Return what an answer of this tenant answered, to compare ``sections`` with.
+
+        None if it is not known, or no more, or of another salt: then nothing could be shared.
+        """
+        found = self._tenants.get(tenant, OrderedDict()).get(answer_id)
+        return found if found is not None and found.salt == sections.salt else None
+
+    def nearest(self, tenant: str, sections: PromptSections) -> Comparison | None:
+        """Compare with that past prompt of this tenant and salt which shares most messages.
+
+        The latest of these; None if no past prompt has the first message. O(MAX_PROMPTS).
+        """
+        best: PromptSections | None = None
+        most = (0, False)
+        for past in reversed(self._tenants.get(tenant, OrderedDict()).values()):
+            if past.salt != sections.salt or past.model != sections.model:
+                continue
+            same = 0
+            for mine, other in zip(past.messages, sections.messages, strict=False):
+                if mine != other:
+                    break
+                same += 1
+            near = (same, past.system == sections.system)
+            if same and near > most:
+                best, most = past, near
+        return None if best is None else compare(best, sections)
+
+
+class CacheMissReason(TypedDict):
+    """Anthropic's form: the first section that changed, and what that cost."""
+
+    type: Literal[
+        "model_changed",
+        "system_changed",
+        "tools_changed",
+        "messages_changed",
+        "previous_message_not_found",
+        "unavailable",
+    ]
+    cache_missed_input_tokens: int
+
+
+class AnthropicDiagnostics(TypedDict):
+    """The answer to `diagnostics: {previous_message_id}`; null where nothing changed."""
+
+    cache_miss_reason: CacheMissReason | None
+
+
+class OpenAIDiagnostics(TypedDict):
+    """The answer to `prompt_cache_options: {comparison_response_id}`.
+
+    `reason`: the first section that changed, or `not_resident` where none did and yet tokens were
+    missing: ask `/v1/cache/explain` why. `comparison_reusable_tokens`: estimated.
+    """
+
+    type: Literal["cache_miss", "cache_hit", "comparison_response_not_found", "unavailable"]
+    cache_missed_tokens: int
+    reason: str | None
+    comparison_reusable_tokens: NotRequired[int]
+
+
+def anthropic_diagnostics(
+    memory: PromptMemory,
+    tenant: str,
+    previous_id: str | None,
+    sections: PromptSections,
+    usage: Usage,
+) -> AnthropicDiagnostics:
+    """Say why the prompt of ``sections`` did not go on from the answer ``previous_id``.
+
+    ``previous_id`` None: a first turn has nothing to be compared with.
+    """
+    if previous_id is None:
+        return {"cache_miss_reason": None}
+    missed = usage.prompt_tokens - usage.cached_tokens
+    previous = memory.recall(tenant, previous_id, sections)
+    if previous is None:
+        return {
+            "cache_miss_reason": {
+                "type": "previous_message_not_found",
+                "cache_missed_input_tokens": missed,
+            }
+        }
+    found = compare(previous, sections)
+    if found.changed is not None:
+        return {"cache_miss_reason": {"type": found.changed, "cache_missed_input_tokens": missed}}
+    lost = _lost(found, usage)
+    if lost:  # nothing changed, so what is missing is our doing: evicted, expired or disabled
+        return {"cache_miss_reason": {"type": "unavailable", "cache_missed_input_tokens": lost}}
+    return {"cache_miss_reason": None}
+
+
+def openai_diagnostics(
+    memory: PromptMemory,
+    tenant: str,
+    comparison_id: str,
+    sections: PromptSections,
+    usage: Usage,
+    *,
+    enabled: bool = True,
+) -> OpenAIDiagnostics:
+    """Say how the prompt of ``sections`` compares with that of the answer ``comparison_id``.
+
+    ``enabled``: whether the server keeps a cache at all.
+    """
+    missed = usage.prompt_tokens - usage.cached_tokens
+    if not enabled:
+        return {"type": "unavailable", "cache_missed_tokens": missed, "reason": None}
+    previous = memory.recall(tenant, comparison_id, sections)
+    if previous is None:
+        return {
+            "type": "comparison_response_not_found",
+            "cache_missed_tokens": missed,
+            "reason": None,
+        }
+    found = compare(previous, sections)
+    reusable = max(usage.cached_tokens, int(found.shared * usage.prompt_tokens))
+    lost = _lost(found, usage)
+    if found.changed is None and not lost:
+        return {
+            "type": "cache_hit",
+            "cache_missed_tokens": missed,
+            "reason": None,
+            "comparison_reusable_tokens": reusable,
+        }
+    return {
+        "type": "cache_miss",
+        "cache_missed_tokens": missed,
+        "reason": found.changed or "not_resident",
+        "comparison_reusable_tokens": reusable,
+    }
+
+
+_SLACK = 0.5
+"""What was shared is estimated by characters: only where less than half was found it is a loss."""
+
+
+def _lost(found: Comparison, usage: Usage) -> int:
+    """Tokens that the earlier prompt had and that were not found, where that is beyond doubt."""
+    expected = int(found.shared * usage.prompt_tokens)
+    return expected - usage.cached_tokens if usage.cached_tokens < _SLACK * expected else 0
+
+
+def _changed_kwargs(earlier: PromptSections, later: PromptSections) -> list[str]:
+    before, after = dict(earlier.kwargs), dict(later.kwargs)
+    return sorted(name for name in before | after if before.get(name) != after.get(name))
+
+
+def _json(value: object, *, ordered: bool = True) -> str:
+    return json.dumps(value, sort_keys=not ordered, ensure_ascii=False, separators=(",", ":"))
+
+
+def _digest(*texts: str) -> bytes:
+    """Return 16 bytes that differ with any text, and with where one ends and the next begins."""
+    digest = hashlib.blake2b(key=_SECRET, digest_size=16)
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.digest()
