@@ -238,6 +238,8 @@ class EngineCore:
         )
 
     def _fork(self, request: Request) -> list[Sequence]:
+        if request.on_prompt is not None:
+            request.on_prompt(request.sequences[0])
         born = [self._choice(request, i) for i in range(1, request.params.n)]
         self.scheduler.fork(request, born)
         return born

@@ -23,12 +23,15 @@ from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.errors import EngineDead, InvalidRequest, Overloaded
 from radixkv.identity.identity import CacheIdentity
+from radixkv.service.engine.boundaries import Cut, render_cut
 from radixkv.service.engine.building import model_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
+from radixkv.service.engine.keep import Keep
+from radixkv.service.engine.keeping import Keeper
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.logprobs import PromptLogprobs
 from radixkv.service.engine.origin import LOCAL, Origin, take_origin
@@ -74,6 +77,7 @@ class Engine:
             block_size=self.config.block_size,
             model_len=self._model.max_model_len,
             max_model_len=self.config.max_model_len,
+            pin_budget=self.config.pin_budget,
         )
         self.created = int(time.time())
         self.token_text = TokenText(self._model.tokenizer)
@@ -94,6 +98,7 @@ class Engine:
             share=self.config.prefix_cache and not self.config.force_miss,
             make_choice=self._make_choice,
         )
+        self._keeper = Keeper(cache, self._capacity.pinnable_blocks)
         self.cache = CacheView(self._core, self._identity)
         self._arrivals = itertools.count()
         self._changed = threading.Condition()
@@ -191,6 +196,12 @@ class Engine:
             tools=tools,
         )
 
+    def render_cut(
+        self, messages: Sequence[Mapping[str, Any]], cuts: Sequence[Cut], **rendering: Any
+    ) -> tuple[list[int], list[int]]:
+        """Render a chat, and count the tokens that come before each of ``cuts`` (boundaries.py)."""
+        return render_cut(self._prompting, messages, cuts, **rendering)
+
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids."""
         return self._prompting.tokenize(text, add_special_tokens=add_special_tokens)
@@ -239,9 +250,11 @@ class Engine:
         request_id: str | None = None,
         origin: Origin = LOCAL,
         param: str = "prompt",
+        keeps: Sequence[Keep] = (),
     ) -> Stream:
         """Queue a request; never blocks. ``param`` is the name that errors give the prompt.
 
+        ``keeps`` are pinned once the prompt is computed; ``Stream.kept`` says what was granted.
         Raises InvalidRequest, ContextTooLong, NeverFits, Overloaded or EngineDead, and then nothing
         is queued.
         """
@@ -274,6 +287,7 @@ class Engine:
                 request.prompt_logprobs = PromptLogprobs(
                     request.prompt_ids, params.prompt_logprobs, self.token_text
                 )
+            request.on_prompt = partial(self._keeper.prompt_computed, keeps)
             request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
             self._core.submit(request)
         except BaseException:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.engine.keep import Kept
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROBS = 20
@@ -146,6 +147,8 @@ class Generation:
     """One entry a prompt token; the first is None, since nothing precedes it."""
     deterministic: bool = False
     """Whether the engine promised that these bits depend on the request and the weights alone."""
+    kept: tuple[Kept, ...] = ()
+    """What became of the prefixes that were to stay resident, the shortest first."""
 
     @property
     def given_up_tokens(self) -> int:

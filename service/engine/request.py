@@ -52,6 +52,8 @@ class Request:
     completion_tokens: int = 0
     first_choice: tuple[ChoiceSampler, ChoiceStream] | None = None
     """Sampler and output of choice 0, made early so that bad parameters are refused at once."""
+    on_prompt: Callable[[Sequence], None] | None = None
+    """Called on the engine thread, with the first choice, once the prompt's KV is there."""
     may_publish: bool = True
     """False once the weights changed under it: its KV belongs to no identity any more."""
 

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+from radixkv.service.engine.keep import Kept
 from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogprob, Usage
 
 
@@ -37,6 +38,7 @@ class Stream:
         self.deterministic = deterministic
         self.usage = Usage(len(self.prompt_token_ids), 0, 0)
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.kept: tuple[Kept, ...] = ()
         self.arrived_s = time.monotonic()
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
@@ -110,6 +112,7 @@ class Stream:
             usage=self.usage,
             prompt_logprobs=self.prompt_logprobs,
             deterministic=self.deterministic,
+            kept=self.kept,
         )
 
     def _take(self) -> Delta:
