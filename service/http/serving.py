@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from radixkv.errors import ContextTooLong, InvalidRequest, Overloaded, RadixKVError
+from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.http.auth import Gate, caller_of
 from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
+from radixkv.service.http.marks import Mark
 from radixkv.service.http.messages import Message
 from radixkv.service.http.observe import line_of
 from radixkv.service.http.schema import Prompt
@@ -159,6 +161,19 @@ class Serving:
         size = sum(_MESSAGE_CHARS + len(message["content"]) for message in shown)
         return await self._run(size, partial(self.engine.render, shown, **rendering))
 
+    async def render_marked(
+        self, messages: Sequence[Message], rendering: dict[str, Any], marks: Sequence[Mark]
+    ) -> tuple[list[int], tuple[Keep, ...]]:
+        """Turn a chat into token ids, and its breakpoints into what of them is to stay resident."""
+        shown = [message.for_template() for message in messages]
+        size = sum(_MESSAGE_CHARS + len(message["content"]) for message in shown)
+        cuts = [mark.cut for mark in marks]
+        ids, positions = await self._run(
+            size * (1 + len(cuts)), partial(self.engine.render_cut, shown, cuts, **rendering)
+        )
+        keeps = [Keep(at, mark.ttl_s) for at, mark in zip(positions, marks, strict=True)]
+        return ids, tuple(keeps)
+
     async def detokenize(self, prompts: Sequence[Prompt]) -> list[str]:
         """Turn token ids into texts; what is text already stays."""
 
@@ -187,6 +202,7 @@ class Serving:
         request_id: str,
         origin: Origin,
         param: str,
+        keeps: Sequence[Keep] = (),
     ) -> Stream:
         """Queue one prompt; raises what ``Engine.submit`` raises. To be used inside ``running``."""
         if self.draining:
@@ -197,7 +213,7 @@ class Serving:
         line.num_paid = max(0, line.num_paid - 1)
         try:
             stream = self.engine.submit(
-                token_ids, params, request_id=request_id, origin=origin, param=param
+                token_ids, params, request_id=request_id, origin=origin, param=param, keeps=keeps
             )
         except BaseException as e:
             if caller.limits is not None:
