@@ -6,7 +6,9 @@ RadixKVError
 |   `-- NeverFits           the request needs more blocks than exist         -> HTTP 400
 |-- InvalidConfig           a setting has a value that we do not accept
 |-- UnsupportedModel        the model cannot be served exactly               (named reason)
+|-- InvalidAdapter          the adapter cannot be applied exactly (named reason) -> HTTP 400
 |-- NotFound                no such model, file or route                     -> HTTP 404
+|   `-- AdapterNotFound     no adapter is loaded under this name             -> HTTP 404
 |-- CacheBusy               the cache cannot be reset while leases live      -> HTTP 409
 |-- IdentityMismatch        two sides disagree on what a block means         -> HTTP 409
 |-- Overloaded              the waiting queue is full; come back later       -> HTTP 429
@@ -86,11 +88,27 @@ class UnsupportedModel(RadixKVError):
     code = "unsupported_model"
 
 
+class InvalidAdapter(RadixKVError):
+    """The adapter cannot be read, or not be applied exactly; the message says why."""
+
+    status = 400
+    code = "invalid_adapter"
+
+
 class NotFound(RadixKVError):
     """No such model, file or route."""
 
     status = 404
     code = "not_found"
+
+
+class AdapterNotFound(NotFound):
+    """No adapter is loaded under this name."""
+
+    code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"There is no adapter {name[:200]!r} here.", param="model")
 
 
 class CacheBusy(RadixKVError):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.adapters import Adapter
 
 
 @dataclass(slots=True)
@@ -32,6 +36,9 @@ class StepBatch:
     """(source block, target block, valid tokens), done before anything is written"""
     logit_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """[R] rows of T whose logits are wanted, in the order they are wanted"""
+    adapters: Sequence[Adapter | None] = ()
+    """[S] what is applied to the tokens of each sequence; empty where nothing is to any. Sequences
+    of one adapter that follow one another are computed together."""
 
     @property
     def num_tokens(self) -> int:

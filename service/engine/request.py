@@ -14,6 +14,7 @@ from radixkv.service.engine.params import SamplingParams
 from radixkv.table import BlockTable
 
 if TYPE_CHECKING:
+    from radixkv.service.engine.adapters import Adapter
     from radixkv.service.engine.logprobs import PromptLogprobs
     from radixkv.service.engine.sampling import ChoiceSampler, Prompt
     from radixkv.service.engine.stopping import ChoiceStream
@@ -41,6 +42,8 @@ class Request:
     stream: Stream
     origin: Origin = LOCAL
     """Who asks, and how urgently."""
+    adapter: Adapter | None = None
+    """What its name meant when it was submitted; it keeps that to its end."""
     identity: CacheIdentity = field(init=False)
     """The answer for the weights that compute it; given by the engine thread."""
     prompt_logprobs: PromptLogprobs | None = None
