@@ -7,20 +7,26 @@ reported, not to take a server down.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from radixkv.accounts import Account
 from radixkv.holder import Holder
-from radixkv.nodes import Node
+from radixkv.nodes import UNUSED, Node
 from radixkv.tree import RadixTree
 
 Ends = dict[Node, Counter[int]]
 """Node -> depth -> holds that end there."""
 
 
-def check(tree: RadixTree, users: Iterable[Holder]) -> list[str]:
-    """Return each broken invariant in words, given all who hold blocks of the tree or pool."""
+def check(
+    tree: RadixTree, users: Iterable[Holder], counted: Mapping[str, int] | None = None
+) -> list[str]:
+    """Return each broken invariant in words, given all who hold blocks of the tree or pool.
+
+    ``counted`` are sums that the numbers of all accounts have to make, by name.
+    """
     try:
         users = list(users)
         nodes = _walk(tree)
@@ -31,7 +37,7 @@ def check(tree: RadixTree, users: Iterable[Holder]) -> list[str]:
             *_check_holds(tree, nodes, ends),
             *_check_times(tree, nodes),
             *_check_references(tree, nodes, users, superseded),
-            *tree.leaves.check([node for node in nodes if node.blocks and not node.children]),
+            *_check_accounts(tree, nodes, counted or {}),
         ]
     except Exception as e:  # the walk itself tripped over what is broken
         return [f"the books cannot be read: {e!r}"]
@@ -141,8 +147,32 @@ def _check_times(tree: RadixTree, nodes: list[Node]) -> list[str]:
             wrong.append(f"a use of {_name(node)} ended before it begins")
         if sorted(set(depths), reverse=True) != [*depths] or sorted(set(times)) != [*times]:
             wrong.append(f"the uses of {_name(node)} are out of order: {steps}")
-        if not 0 < times[0] <= times[-1] <= tree.clock:
+        if not all(0 <= t - (UNUSED if t < 0 else 0) <= tree.clock for t in times):
             wrong.append(f"{_name(node)} was used at a time that never was: {steps}")
+    return wrong
+
+
+def _check_accounts(tree: RadixTree, nodes: list[Node], counted: Mapping[str, int]) -> list[str]:
+    """Compare what each account says with its nodes, and the sums of all with the tree's."""
+    blocks: Counter[Account] = Counter()
+    evictable: Counter[Account] = Counter()
+    leaves: dict[Account, list[Node]] = {account: [] for account in tree.accounts}
+    wrong = []
+    for node in nodes:
+        account = node.root.account
+        if node.parent is not None and node.parent.root is not node.root:
+            wrong.append(f"{_name(node)} and its parent have two roots")
+        blocks[account] += len(node.blocks)
+        evictable[account] += len(node.blocks) - node.num_held()
+        if node.blocks and not node.children:
+            leaves.setdefault(account, []).append(node)
+    wrong += tree.accounts.check(blocks, evictable)
+    for account, its_leaves in leaves.items():
+        wrong += account.leaves.check(its_leaves)
+    for name, whole in {**counted, "blocks": tree.num_blocks, "evictable": tree.evictable}.items():
+        parts = sum(getattr(account, name) for account in tree.accounts)
+        if parts != whole:
+            wrong.append(f"{name} of all accounts make {parts}, and {whole} in all")
     return wrong
 
 

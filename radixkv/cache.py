@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 
 from radixkv import audit
+from radixkv.accounts import Account, AccountStats
 from radixkv.blocks import NO_BLOCKS, BlockPool
 from radixkv.copies import PendingCopies
 from radixkv.errors import CacheBusy
@@ -49,6 +50,7 @@ class PrefixCache:
         self.force_miss = force_miss
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(self.pool, block_size)
+        self.accounts = self.tree.accounts
         self._live: set[Holder] = set()
         self._copies = PendingCopies()
         self._queries = self._queried = self._hit = self._partial = 0
@@ -64,11 +66,13 @@ class PrefixCache:
         *,
         max_cached: int | None = None,
         resumed: bool = False,
+        batch: bool = False,
     ) -> Lease:
         """Find the longest resident prefix of ``tokens`` and hold it, before anything else happens.
 
         At most ``max_cached`` tokens; by default all but the last, which is left to compute because
         its logits are wanted. ``resumed``: the sequence was counted before and was preempted.
+        ``batch``: nobody waits for it, so what it uses is evicted before all that others have used.
         """
         if type(tokens) is not bytes:
             tokens = encode(tokens)
@@ -82,9 +86,10 @@ class PrefixCache:
             ids.append(source)
         if node is not None:
             self.tree.hold(node, len(ids))
-        lease = Lease(self, identity, ids, node, len(ids), cached)
+        account = self.accounts.of(identity.namespace.tenant)
+        lease = Lease(self, identity, ids, node, len(ids), cached, account, batch)
         lease._counted = counted = (len(tokens) // 4, num_valid, resumed)
-        self._count(1, counted, cached)
+        self._count(account, 1, counted, cached)
         return lease
 
     def lookup(
@@ -100,14 +105,21 @@ class PrefixCache:
         if lease.released:
             raise ValueError("this lease was released or opened before")
         table = BlockTable(
-            self, lease.identity, lease._ids, lease._node, lease._depth, lease.cached_tokens
+            self,
+            lease.identity,
+            lease._ids,
+            lease._node,
+            lease._depth,
+            lease.cached_tokens,
+            lease._account,
+            lease.batch,
         )
         lease.released = True
         lease._ids, lease._node, lease._depth = NO_BLOCKS, None, 0
         self._live.discard(lease)
         return table
 
-    def _count(self, sign: int, counted: tuple[int, int, bool], hit: int) -> None:
+    def _count(self, account: Account, sign: int, counted: tuple[int, int, bool], hit: int) -> None:
         num_tokens, partial, resumed = counted
         if resumed:
             self._resumed_queried += sign * num_tokens
@@ -117,6 +129,9 @@ class PrefixCache:
             self._queried += sign * num_tokens
             self._hit += sign * hit
             self._partial += sign * partial
+            account.queries += sign
+            account.queried += sign * num_tokens
+            account.hit += sign * hit
 
     def _match(
         self, identity: CacheIdentity, tokens: bytes, max_cached: int | None
@@ -133,8 +148,24 @@ class PrefixCache:
 
     @property
     def available(self) -> int:
-        """Blocks that could be taken now: free ones and those that may be evicted. O(1)."""
+        """Blocks that are free or evictable; floors may keep some from some tenants. O(1)."""
         return self.pool.free + self.tree.evictable
+
+    def available_to(self, tenant: str | None) -> int:
+        """Blocks that ``tenant`` could take now without breaking another's floor. O(1)."""
+        evictable = self.accounts.evictable_by(self.accounts.of(tenant), self.tree.evictable)
+        return self.pool.free + evictable
+
+    def set_share(self, tenant: str | None, *, quota: int | None = None, floor: int = 0) -> None:
+        """Set what ``tenant`` (None: the public part) may keep, in blocks; see Accounts.
+
+        Raises InvalidConfig if the floors together exceed the pool or the quota is below the floor.
+        """
+        self.accounts.set_share(tenant, quota=quota, floor=floor)
+
+    def account(self, tenant: str | None) -> AccountStats:
+        """Return what ``tenant`` has, has asked for and has lost. O(1)."""
+        return self.accounts.of(tenant).stats()
 
     @property
     def num_blocks(self) -> int:
@@ -179,6 +210,8 @@ class PrefixCache:
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
         tree.num_published = tree.num_deduplicated = tree.num_evicted = 0
+        for account in self.accounts:
+            account.clear_counters()
 
     def stats(self) -> CacheStats:
         """Return counters and gauges as they are now. O(1)."""
@@ -206,4 +239,11 @@ class PrefixCache:
 
     def check(self) -> list[str]:
         """Return each broken invariant in words. O(blocks): for tests and idle moments."""
-        return audit.check(self.tree, self._live)
+        counted = {
+            "queries": self._queries,
+            "queried": self._queried,
+            "hit": self._hit,
+            "suffered": self.tree.num_evicted,
+            "caused": self.tree.num_evicted,
+        }
+        return audit.check(self.tree, self._live, counted)

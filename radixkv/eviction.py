@@ -7,6 +7,7 @@ tokens or of how a leaf is cut. Time is a counter of releases, not seconds.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from radixkv.nodes import Node
 
@@ -25,13 +26,18 @@ class LruLeaves:
     corrected only when it comes up. One that then proves to be held to its end leaves the queue,
     and letting it go queues it again. Nothing is ever walked or sorted anew.
 
+    Of several queues that stand in a line each promises not to begin before ``promised``, and says
+    so by ``on_earlier`` when it has to break that.
+
     Invariant: a leaf whose end nobody holds is queued (``entry`` is in the heap, and not 0).
     """
 
-    __slots__ = ("_heap", "_open", "_slots", "num_queued")
+    __slots__ = ("_heap", "_open", "_slots", "num_queued", "on_earlier", "promised")
 
     def __init__(self) -> None:
         self.num_queued = 0
+        self.promised = -(1 << 80)
+        self.on_earlier: Callable[[], None] | None = None
         self._heap: list[int] = []
         self._slots: list[Node | None] = []
         self._open: list[int] = []  # indices of _slots that hold None
@@ -52,6 +58,8 @@ class LruLeaves:
         if len(self._heap) > 2 * self.num_queued + 64:
             self._heap = [x.entry for x in self._slots if x is not None]
             heapq.heapify(self._heap)
+        if leaf.entry < self.promised and self.on_earlier is not None:
+            self.on_earlier()
 
     def discard(self, leaf: Node) -> None:
         """Forget a leaf that is about to be removed or given children, if it queues."""
@@ -62,8 +70,18 @@ class LruLeaves:
             self.num_queued -= 1
             leaf.entry = 0
 
+    def first(self) -> int | None:
+        """Return what no entry of the queue lies before; None if there is none."""
+        return self._heap[0] if self._heap else None
+
     def oldest(self) -> Node:
         """Return the leaf whose last block is the next to go; there is one that nobody holds."""
+        leaf = self.peek()
+        assert leaf is not None, "every leaf is held, and yet something was to be evicted"
+        return leaf
+
+    def peek(self) -> Node | None:
+        """Return the leaf whose last block is the next to go; None if each is held to its end."""
         heap, slots = self._heap, self._slots
         while heap:
             entry = heap[0]
@@ -78,7 +96,7 @@ class LruLeaves:
             else:
                 leaf.entry = leaf.used << _SLOT_BITS | entry & _SLOT_MASK
                 heapq.heapreplace(heap, leaf.entry)
-        raise AssertionError("every leaf is held, and yet something was to be evicted")
+        return None
 
     def check(self, leaves: list[Node]) -> list[str]:
         """Return each broken invariant in words, given all leaves of the tree. O(leaves)."""

@@ -61,12 +61,15 @@ def follow(
     return node, depth
 
 
-def extend(tree: RadixTree, node: Node, depth: int, key: bytes, blocks: BlockIds) -> Node:
+def extend(
+    tree: RadixTree, node: Node, depth: int, key: bytes, blocks: BlockIds, batch: bool = False
+) -> Node:
     """Let the path go on with ``key``, which nothing resident goes on with; return its end.
 
-    The caller's reference to each of ``blocks`` becomes the tree's.
+    The caller's reference to each of ``blocks`` becomes the tree's. ``batch``: he will release them
+    as batch work.
     """
-    stride = tree.stride
+    stride, account = tree.stride, node.root.account
     if depth:
         node = node.at(depth)
     if depth - node.start < len(node.blocks):
@@ -75,6 +78,9 @@ def extend(tree: RadixTree, node: Node, depth: int, key: bytes, blocks: BlockIds
     elif node.children is not None:
         _supersede(tree, node, key)
     tree.num_blocks += len(blocks)
+    account.blocks += len(blocks)
+    if account.bounded:
+        tree.accounts.note(account)
     tree.num_published += len(blocks)
     tree.version += 1
     if node.children is None and node.blocks:
@@ -84,10 +90,13 @@ def extend(tree: RadixTree, node: Node, depth: int, key: bytes, blocks: BlockIds
                 others -= sum(node.ends.values())
             if others:  # theirs was the whole edge, and is no more
                 node.ends = {**(node.ends or {}), depth: others}
+            if batch and node.used > 0:  # which is not so of what comes behind
+                node.outlast(depth)
+                account.leaves.discard(node)
             node.key += key
             node.blocks.extend(blocks)
             return node
-        tree.leaves.discard(node)
+        account.leaves.discard(node)
     # The caller's hold on ``node`` becomes that of the locked child.
     step = max(MAX_EDGE_BYTES // stride, 1)
     for at in range(0, len(blocks), step):
@@ -100,7 +109,9 @@ def extend(tree: RadixTree, node: Node, depth: int, key: bytes, blocks: BlockIds
     return node
 
 
-def add_tail(tree: RadixTree, node: Node, depth: int, tail: bytes, block: int) -> Node | None:
+def add_tail(
+    tree: RadixTree, node: Node, depth: int, tail: bytes, block: int, batch: bool = False
+) -> Node | None:
     """Let the path go on with the tokens of a partial block, and return its end.
 
     Does nothing, and returns None, where a resident block begins with the same tokens.
@@ -118,7 +129,7 @@ def add_tail(tree: RadixTree, node: Node, depth: int, tail: bytes, block: int) -
             after = node.order.around(tail)[1] or b""
         if after.startswith(tail):
             return None
-    return extend(tree, node, depth, tail, array("i", [block]))
+    return extend(tree, node, depth, tail, array("i", [block]), batch)
 
 
 def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
@@ -135,11 +146,14 @@ def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
     if not 0 < len(first) < tree.stride or not key.startswith(first):
         return
     tail = node.children[first]
-    tree.leaves.discard(tail)
+    account = tail.root.account
+    account.leaves.discard(tail)
     tail.unlink(tree.stride)
     tail.key = b""  # what is held of it lives on without the tree
     tree.num_nodes -= 1
     tree.num_blocks -= 1
+    account.blocks -= 1
     if not tail.locks:
         tree.evictable -= 1
+        account.evictable -= 1
         tree.pool.drop(tail.blocks)

@@ -18,6 +18,7 @@ from radixkv.shrinking import disown
 if TYPE_CHECKING:
     from typing import Self
 
+    from radixkv.accounts import Account
     from radixkv.cache import PrefixCache
 
 
@@ -26,15 +27,18 @@ class Holder:
 
     Those are held through it: the hold is named by ``_node`` and ``_depth``, ``None`` and 0 while
     there are none, and may reach deeper than they do, never less deep. Counts as a user of its
-    cache from the beginning until ``released``.
+    cache from the beginning until ``released``. Works for one account; if it is ``batch`` work, its
+    use of a block makes it no younger than what interactive work has used.
     """
 
     __slots__ = (
+        "_account",
         "_cache",
         "_depth",
         "_ids",
         "_node",
         "_num_in",
+        "batch",
         "cached_tokens",
         "identity",
         "released",
@@ -48,8 +52,12 @@ class Holder:
         node: Node | None,
         depth: int,
         cached_tokens: int,
+        account: Account,
+        batch: bool,
     ) -> None:
         self._cache = cache
+        self._account = account
+        self.batch = batch
         self._ids = ids
         self._node = node
         self._depth = self._num_in = depth
@@ -70,7 +78,7 @@ class Holder:
         self.released = True
         self._cache._live.discard(self)
         if self._node is not None:
-            self._cache.tree.release(self._node, self._depth)
+            self._cache.tree.release(self._node, self._depth, self.batch)
         self._ids, self._node, self._depth, self._num_in = NO_BLOCKS, None, 0, 0
 
     def __enter__(self) -> Self:
@@ -94,7 +102,7 @@ class Holder:
         assert self._node is not None
         tree, node, end = self._cache.tree, self._node, self._depth
         self._node, self._depth = tree.hold(node, depth) if depth else None, depth
-        tree.release(node, end)
+        tree.release(node, end, self.batch)
 
     def _is_in(self, at: int, size: int) -> bool:
         """Tell whether the first ``size`` bytes of block ``at`` can be found in the tree."""
@@ -121,11 +129,22 @@ class Holder:
         node = self._node.at(self._depth)
         return not node.key and node.locks == 1
 
+    def _note_taken_over(self) -> None:
+        """Count the last block that we hold as evicted by us."""
+        assert self._node is not None
+        self._cache.tree.num_evicted += 1
+        self._node.at(self._depth).root.account.suffered += 1
+        self._account.caused += 1
+
     def _can_take_over(self, at: int) -> bool:
         """Tell whether block ``at`` is only ours and the tree's, so the tree could let it go."""
         if self._node is None or at != self._depth - 1:
             return False
-        return self._node.at(self._depth).num_holding(self._depth) == 1
+        node = self._node.at(self._depth)
+        owner = node.root.account
+        if owner is not self._account and owner.blocks <= owner.floor:
+            return False
+        return node.num_holding(self._depth) == 1
 
     def _take_over(self, at: int) -> None:
         """Make block ``at`` our own, which is left to us or which the tree can let go."""

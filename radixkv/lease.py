@@ -25,5 +25,5 @@ class Lease(Holder):
         """Release it, and take back what its acquisition counted: it was looked at, never used."""
         if self.released:
             return
-        self._cache._count(-1, self._counted, self.cached_tokens)
+        self._cache._count(self._account, -1, self._counted, self.cached_tokens)
         self.release()

@@ -5,14 +5,23 @@ Knows token bytes, block ids and depths of paths; nothing of pools, sequences or
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from radixkv.blocks import NO_BLOCKS, BlockIds
 from radixkv.identity.identity import CacheIdentity
 from radixkv.siblings import SortedKeys
 from radixkv.tokens import TOKEN_BYTES
 
+if TYPE_CHECKING:
+    from radixkv.accounts import Account
+
 # To lengthen or shorten an edge copies its key, so longer ones are made as chains: a look-up takes
 # one step more per 16k tokens, and no append or eviction ever copies more than 64 KiB.
 MAX_EDGE_BYTES = 1 << 16
+
+# Time counts releases, from 1 on. What batch work used counts from UNUSED on instead: every time of
+# it lies before every time of interactive work, and so it is given up before, without looking.
+UNUSED = -(1 << 40)
 
 
 class Node:
@@ -36,6 +45,7 @@ class Node:
         used    when a path to the end of the edge or beyond was last let go, but for those that
                 only a child that is still there has seen: it tells when it goes
         steps   (depth, time) of later uses that ended before the end: depths fall, times rise
+        root    whose path it is
     """
 
     __slots__ = (
@@ -47,6 +57,7 @@ class Node:
         "locks",
         "order",
         "parent",
+        "root",
         "start",
         "steps",
         "used",
@@ -56,6 +67,8 @@ class Node:
         self.key = key
         self.blocks = blocks
         self.parent = parent
+        if parent is not None:
+            self.root: Root = parent.root
         self.start = start
         self.children: dict[bytes, Node] | None = None  # by the first block (or tail) of their keys
         # The same keys, once there were two; None where blocks are single tokens.
@@ -63,7 +76,7 @@ class Node:
         self.entry = 0  # its place in the eviction order
         self.locks = 0
         self.ends: dict[int, int] | None = None
-        self.used = 1
+        self.used = UNUSED
         self.steps: list[tuple[int, int]] | None = None
 
     @property
@@ -101,18 +114,36 @@ class Node:
         return self.locks - sum(n for end, n in self.ends.items() if end < depth)
 
     def touch(self, depth: int, now: int) -> None:
-        """Note that a path that ends here, at ``depth``, was in use until now."""
+        """Note that a path that ends here, at ``depth``, was in use until ``now``."""
+        steps = self.steps
+        if now <= (steps[-1][1] if steps else self.used):
+            self._touch_before(depth, now)
+            return
         if depth == self.start + len(self.blocks):
             self.used = now
             self.steps = None
             return
-        steps = self.steps
         if steps is None:
             self.steps = [(depth, now)]
             return
         while steps and steps[-1][0] <= depth:
             steps.pop()
         steps.append((depth, now))
+
+    def _touch_before(self, depth: int, now: int) -> None:
+        """As ``touch``, where batch work lets go what interactive work used: no time may fall."""
+        stairs = [(self.end, self.used), *(self.steps or [])]
+        if any(end >= depth and used >= now for end, used in stairs):
+            return
+        deeper = [stair for stair in stairs if stair[0] > depth]
+        later = [stair for stair in stairs if stair[0] < depth and stair[1] > now]
+        (_, self.used), *steps = [*deeper, (depth, now), *later]
+        self.steps = steps or None
+
+    def outlast(self, depth: int) -> None:
+        """Keep apart, before our end moves on from ``depth``, what is known of the end as it is."""
+        self.steps = [(depth, self.used), *(self.steps or [])]
+        self.used = UNUSED
 
     def inherit(self, used: int) -> None:
         """Note what a child that goes knows: that our end was in use until ``used``."""
@@ -222,8 +253,10 @@ class Node:
 class Root(Node):
     """The beginning of every path of one identity; has no blocks, and nothing locks it."""
 
-    __slots__ = ("identity",)
+    __slots__ = ("account", "identity")
 
-    def __init__(self, identity: CacheIdentity) -> None:
+    def __init__(self, identity: CacheIdentity, account: Account) -> None:
         super().__init__(b"", NO_BLOCKS, None, 0)
+        self.root = self
         self.identity = identity
+        self.account = account

@@ -8,42 +8,50 @@ from __future__ import annotations
 
 from array import array
 
+from radixkv.accounts import Account
 from radixkv.blocks import BlockIds
 from radixkv.nodes import Node, Root
 from radixkv.tree import RadixTree
 
 
-def take(tree: RadixTree, n: int) -> BlockIds:
+def take(tree: RadixTree, n: int, taker: Account) -> BlockIds:
     """Return ``n`` blocks of one reference each: free ones, then evicted ones.
 
-    The caller has seen to it that there are enough.
+    The caller has seen to it that there are enough that ``taker`` may have.
     """
     free = tree.pool.free
     if n <= free:
         return tree.pool.take(n)
     out = tree.pool.take(free)
-    _evict_into(tree, out, n - free)
+    _evict_into(tree, out, n - free, taker)
     return out
 
 
-def evict(tree: RadixTree, n: int) -> int:
-    """Free up to ``n`` blocks; return how many."""
+def evict(tree: RadixTree, n: int, taker: Account) -> int:
+    """Free up to ``n`` blocks that ``taker`` may have; return how many."""
     out = array("i")
-    _evict_into(tree, out, min(n, tree.evictable))
+    n = min(n, tree.accounts.evictable_by(taker, tree.evictable))
+    _evict_into(tree, out, n, taker)
     return tree.pool.drop(out)
 
 
-def _evict_into(tree: RadixTree, out: BlockIds, n: int) -> None:
+def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
     """Append ``n`` evicted blocks; the tree's reference to each becomes the caller's."""
-    oldest, stride = tree.leaves.oldest, tree.stride
+    stride, victims, watch = tree.stride, tree.accounts.victims, tree.on_evicted
     tree.num_blocks -= n
     tree.evictable -= n
     tree.num_evicted += n
     tree.version += 1
+    taker.caused += n
     while n:
-        node = oldest()
+        if victims.only is None:
+            account, node, most = victims.next(taker)
+            if most > n:
+                most = n
+        else:
+            account, node, most = taker, taker.leaves.oldest(), n
         blocks = node.blocks
-        keep = len(blocks) - n
+        keep = len(blocks) - most
         if keep < 0:
             keep = 0
         # What was used later, or is held, begins the edge.
@@ -53,20 +61,29 @@ def _evict_into(tree: RadixTree, out: BlockIds, n: int) -> None:
             held = node.num_held()
             if held > keep:
                 keep = held
-        n -= len(blocks) - keep
+        if watch is not None:
+            watch(node, keep)
+        gone = len(blocks) - keep
+        n -= gone
+        account.blocks -= gone
+        account.evictable -= gone
+        account.suffered += gone
         if keep:
             out += blocks[keep:]
             node.shorten(keep, stride)
         else:
             out += blocks
             _remove(tree, node)
+        if account.bounded:
+            tree.accounts.note(account)
 
 
 def _remove(tree: RadixTree, leaf: Node) -> None:
     """Take out a leaf, all of whose blocks go."""
     parent = leaf.parent
     assert parent is not None
-    tree.leaves.discard(leaf)
+    leaves = leaf.root.account.leaves
+    leaves.discard(leaf)
     leaf.unlink(tree.stride)
     leaf.fade()
     tree.num_nodes -= 1
@@ -74,7 +91,7 @@ def _remove(tree: RadixTree, leaf: Node) -> None:
         if isinstance(parent, Root):
             del tree.roots[parent.identity]
         elif parent.num_held() < len(parent.blocks):
-            tree.leaves.add(parent)
+            leaves.add(parent)
     elif len(parent.children) == 1 and parent.blocks:
         tree.num_nodes -= parent.join(tree.stride)
 
@@ -88,6 +105,10 @@ def disown(tree: RadixTree, node: Node, depth: int) -> Node:
     assert node.num_holding(depth) == 1 and node.end == depth and node.children is None
     tree.num_blocks -= 1
     tree.version += 1
+    account = node.root.account
+    account.blocks -= 1
+    if account.bounded:
+        tree.accounts.note(account)
     if len(node.blocks) > 1:
         node.shorten(len(node.blocks) - 1, tree.stride)
         return node

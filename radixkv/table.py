@@ -19,6 +19,7 @@ from radixkv.shrinking import evict, take
 from radixkv.tokens import encode
 
 if TYPE_CHECKING:
+    from radixkv.accounts import Account
     from radixkv.cache import PrefixCache
 
 _RELEASED = "this table was released"
@@ -50,8 +51,10 @@ class BlockTable(Holder):
         node: Node | None,
         depth: int,
         num_tokens: int,
+        account: Account,
+        batch: bool,
     ) -> None:
-        super().__init__(cache, identity, ids, node, depth, num_tokens)
+        super().__init__(cache, identity, ids, node, depth, num_tokens, account, batch)
         self.num_tokens = num_tokens
         self.num_published = num_tokens // cache.block_size
         # Sources of copies that the device has yet to make: those with a reference of ours, and
@@ -66,6 +69,12 @@ class BlockTable(Holder):
         """Blocks held, reserved ones included."""
         return len(self._ids)
 
+    @property
+    def _available(self) -> int:
+        """Blocks that we could take now."""
+        tree = self._cache.tree
+        return tree.pool.free + tree.accounts.evictable_by(self._account, tree.evictable)
+
     # -- writing -----------------------------------------------------------------------------------
 
     def blocks_needed(self, n: int) -> int:
@@ -75,7 +84,7 @@ class BlockTable(Holder):
         needed = max(0, -(-(self.num_tokens + n) // size) - len(self._ids))
         if n > 0 and self.num_tokens % size and self._is_shared(self.num_tokens // size):
             needed += 1
-            if needed == cache.available + 1 and self._can_take_over(self.num_tokens // size):
+            if needed == self._available + 1 and self._can_take_over(self.num_tokens // size):
                 needed -= 1
         return needed
 
@@ -97,19 +106,21 @@ class BlockTable(Holder):
             new = 0
         writes = num_valid > 0 and n > 0  # into a block that exists already
         copies = writes and self._is_shared(at)
-        if new + copies > tree.pool.free + tree.evictable:
-            if not (copies and new == self._cache.available and self._can_take_over(at)):
-                raise OutOfBlocks(new + copies, tree.pool.free, tree.evictable)
-            # The block to copy is held by us and the tree alone, and its room is needed: rather
-            # than fail beside it, take it out of the tree and write in place.
-            evict(tree, tree.evictable)
-            tree.num_evicted += 1
-            copies = False
+        if new + copies > tree.pool.free + tree.evictable - tree.accounts.protected:
+            available = self._available  # of what floors protect, some may be our own
+            if new + copies > available:
+                if not (copies and new == available and self._can_take_over(at)):
+                    raise OutOfBlocks(new + copies, tree.pool.free, available - tree.pool.free)
+                # The block to copy is held by us and the tree alone, and its room is needed: rather
+                # than fail beside it, take it out of the tree and write in place.
+                evict(tree, tree.evictable, self._account)
+                self._note_taken_over()
+                copies = False
         if writes and not copies and at < self._num_in:
             self._take_over(at)
         if not new + copies:
             return []
-        taken = take(tree, new + copies)
+        taken = take(tree, new + copies, self._account)
         if not copies:
             ids += taken
             return []
@@ -167,7 +178,9 @@ class BlockTable(Holder):
         num_in = min(self._num_in, len(ids))
         cache.pool.share(ids[num_in:])
         node = cache.tree.hold(self._node, num_in) if num_in and self._node is not None else None
-        twin = BlockTable(cache, self.identity, ids, node, num_in, self.num_tokens)
+        twin = BlockTable(
+            cache, self.identity, ids, node, num_in, self.num_tokens, self._account, self.batch
+        )
         twin.cached_tokens = self.cached_tokens
         twin.num_published = self.num_published
         twin._moved = self._moved
@@ -227,7 +240,7 @@ class BlockTable(Holder):
             stop = self._ready(depth, stop)
         if depth < stop:
             key = tokens[depth * tree.stride : stop * tree.stride]
-            node = extend(tree, node, depth, key, ids[depth:stop])
+            node = extend(tree, node, depth, key, ids[depth:stop], self.batch)
         if not stop:
             if node.children is None:
                 del tree.roots[self.identity]  # made in vain
@@ -243,7 +256,7 @@ class BlockTable(Holder):
             return
         if self._forks is None or self._ready(at, at + 1) > at:
             node = self._node or tree.root(self.identity)
-            end = add_tail(tree, node, at, tail, self._ids[at])
+            end = add_tail(tree, node, at, tail, self._ids[at], self.batch)
             if end is not None:
                 self._sink(end, at + 1)
 

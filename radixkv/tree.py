@@ -6,12 +6,14 @@ tensors. How paths enter it is in growing.py, how they leave it in shrinking.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from radixkv.accounts import Accounts
 from radixkv.blocks import BlockPool
 from radixkv.errors import IdentityMismatch
-from radixkv.eviction import LruLeaves
 from radixkv.identity.identity import CacheIdentity
 from radixkv.matching import NOTHING, Match, match
-from radixkv.nodes import Node, Root
+from radixkv.nodes import UNUSED, Node, Root
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -22,7 +24,8 @@ class RadixTree:
     ends on, and a node that is locked locks its parent. It is O(nodes above that were not locked).
 
     Invariants: a block is in the tree once, and nowhere else; a locked node's parent is locked;
-    ``evictable`` blocks are those that no hold reaches, and each can be evicted, last first.
+    ``evictable`` blocks are those that no hold reaches, and each can be evicted, last first. Each
+    root's account has its part of the sums: those of all accounts together are the tree's.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -30,11 +33,13 @@ class RadixTree:
         self.block_size = block_size
         self.stride = block_size * TOKEN_BYTES  # bytes of a whole block's tokens
         self.roots: dict[CacheIdentity, Root] = {}
-        self.leaves = LruLeaves()
+        self.accounts = Accounts(pool.capacity)
         self.clock = 1
         self.num_blocks = 0
         self.num_nodes = 0
         self.evictable = 0
+        # Called with a leaf and how many of its blocks stay, just before the others are evicted.
+        self.on_evicted: Callable[[Node, int], None] | None = None
         self.version = 0  # moves with every change of what a look-up may answer
         self.num_published = self.num_deduplicated = self.num_evicted = 0  # blocks, ever
 
@@ -48,7 +53,8 @@ class RadixTree:
         root = self.roots.get(identity)
         if root is None:
             self.expect(identity)
-            root = self.roots[identity] = Root(identity)
+            account = self.accounts.of(identity.namespace.tenant)
+            root = self.roots[identity] = Root(identity, account)
         return root
 
     def expect(self, identity: CacheIdentity) -> None:
@@ -69,7 +75,7 @@ class RadixTree:
         while depth <= node.start:
             assert node.parent is not None
             node = node.parent
-        end, size = node, len(node.blocks)
+        end, size, taken = node, len(node.blocks), 0
         if depth - node.start < size:
             held = node.num_held() if node.locks else 0
             if node.ends is None:
@@ -77,61 +83,81 @@ class RadixTree:
             else:
                 node.ends[depth] = node.ends.get(depth, 0) + 1
             if depth - node.start > held:
-                self.evictable -= depth - node.start - held
+                taken = depth - node.start - held
         elif node.ends is not None:
-            self.evictable -= size - node.num_held()
+            taken = size - node.num_held()
         elif not node.locks:
-            self.evictable -= size
+            taken = size
         node.locks += 1
         while node.locks == 1:  # it was not locked before
             node = node.parent  # type: ignore[assignment]
             if not node.blocks:  # the root
                 break
             if node.ends is not None:
-                self.evictable -= len(node.blocks) - node.num_held()
+                taken += len(node.blocks) - node.num_held()
             elif not node.locks:
-                self.evictable -= len(node.blocks)
+                taken += len(node.blocks)
             node.locks += 1
+        if taken:
+            self._became_evictable(node, -taken)
         return end
 
-    def release(self, node: Node, depth: int) -> None:
-        """Let go the path that ends at ``depth``, and note that it was in use until now."""
+    def release(self, node: Node, depth: int, batch: bool = False) -> None:
+        """Let go the path that ends at ``depth``, and note that it was in use until now.
+
+        By ``batch`` work: then it is still older than all that interactive work has used.
+        """
         self.clock += 1
+        now = self.clock + UNUSED if batch else self.clock
         while depth <= node.start:
             node = node.parent  # type: ignore[assignment]
-        if node.key and depth == node.start + len(node.blocks):
-            node.used, node.steps = self.clock, None
+        if node.key and not batch and depth == node.start + len(node.blocks):
+            node.used, node.steps = now, None
         elif node.key:
-            node.touch(depth, self.clock)
+            node.touch(depth, now)
         elif node.start:  # a tail that was superseded: it is not there to tell
-            node.above().touch(node.start, self.clock)
+            node.above().touch(node.start, now)
         self.let_go(node, depth)
 
     def let_go(self, node: Node, depth: int) -> None:
         """Take back a hold that ends at ``depth`` on the edge of ``node``."""
-        last = node
+        last, freed = node, 0
         while node.key:
             if node.ends is not None:
-                if self._let_go_inside(node, depth):
+                freed += self._let_go_inside(node, depth)
+                if node.locks:
                     break
             else:
                 node.locks -= 1
                 if node.locks:
                     break
-                self.evictable += len(node.blocks)
+                freed += len(node.blocks)
                 if node.children is None and not node.entry:
-                    self.leaves.add(node)
+                    node.root.account.leaves.add(node)
             depth = node.start
             node = node.parent  # type: ignore[assignment]
         else:
             if node.blocks:
                 self._let_go_superseded(node)
+        if freed:
+            self._became_evictable(node, freed)
         # Two nodes are kept apart for a hold that ends between them, or for a sibling.
         if last.children is not None and len(last.children) == 1 and last.blocks:
             self.num_nodes -= last.join(self.stride)
 
-    def _let_go_inside(self, node: Node, depth: int) -> bool:
-        """Do so on an edge that is held to more than one depth; tell whether it is locked yet."""
+    def _became_evictable(self, node: Node, n: int) -> None:
+        """Note that ``n`` more blocks of the owner of ``node`` are evictable, or -n fewer."""
+        account = node.root.account
+        account.evictable += n
+        self.evictable += n
+        if account.bounded:
+            self.accounts.note(account)
+
+    def _let_go_inside(self, node: Node, depth: int) -> int:
+        """Do so on an edge that is held to more than one depth; return how many blocks that frees.
+
+        They are the last ones of the edge.
+        """
         if node.locks == 1:
             node.locks, node.ends = 0, None
             held, left = depth - node.start, 0
@@ -144,10 +170,9 @@ class RadixTree:
                     node.ends = ends or None
             node.locks -= 1
             left = node.num_held()
-        self.evictable += held - left
         if left < len(node.blocks) and node.children is None and not node.entry:
-            self.leaves.add(node)
-        return node.locks > 0
+            node.root.account.leaves.add(node)
+        return held - left
 
     def _let_go_superseded(self, tail: Node) -> None:
         """Free a tail that was taken out while held, when the last hold goes, and what it held."""
@@ -160,7 +185,7 @@ class RadixTree:
     def clear(self) -> int:
         """Forget everything; return how many blocks became free. Nobody may hold any."""
         self.roots.clear()
-        self.leaves = LruLeaves()
+        self.accounts.clear()
         self.num_blocks = self.num_nodes = self.evictable = 0
         self.version += 1
         return self.pool.reset()

@@ -51,7 +51,7 @@ class Forest:
         self.hold(text).release()
 
     def evict(self, n: int) -> int:
-        return evict(self.tree, n)
+        return evict(self.tree, n, self.tree.accounts.of(None))
 
     def node(self, text: str) -> Node:
         """The node on whose edge a resident text ends."""
@@ -247,7 +247,7 @@ def test_long_paths_are_chains_of_edges_that_are_cheap_to_cut() -> None:
         assert cache.evictable_blocks == 0 and cache.check() == []
     assert cache.tree.num_nodes == -(-len(tokens) // MAX_EDGE_BYTES)
     assert cache.lookup(identity, tokens, max_cached=600 * 256) == 600 * 256
-    assert evict(cache.tree, 100) == 100
+    assert evict(cache.tree, 100, cache.accounts.of(None)) == 100
     assert cache.lookup(identity, tokens) == 500 * 256
     assert cache.check() == []
 
@@ -405,9 +405,9 @@ def test_a_damaged_tree_is_described_not_raised() -> None:
     assert any("begins at a depth" in line for line in f.cache.check())
     node.start -= 1
     f.check()
-    f.tree.leaves.discard(node)
+    f.tree.accounts.of(None).leaves.discard(node)
     assert any("can never be evicted" in line for line in f.cache.check())
-    f.tree.leaves.add(node)
+    f.tree.accounts.of(None).leaves.add(node)
     f.check()
     node.blocks[0] = 31
     assert len(f.cache.check()) > 1

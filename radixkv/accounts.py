@@ -1,0 +1,206 @@
+"""What each tenant has in the cache, has asked of it, and may count on.
+
+Knows tenants' names and numbers of blocks; nothing of tokens, or of how a block is given up. A
+tenant is what authentication says it is; ``None`` stands for what is public, and for whoever uses
+the cache without tenants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from radixkv.errors import InvalidConfig
+from radixkv.eviction import LruLeaves
+from radixkv.victims import Victims
+
+
+@dataclass(frozen=True, slots=True)
+class AccountStats:
+    """A snapshot of one account. Blocks are those of the tree; counters never fall."""
+
+    tenant: str | None
+    blocks: int
+    """Resident, in use or not."""
+    evictable: int
+    """Resident and in nobody's use."""
+    quota: int | None
+    """Blocks beyond which it is the first to give some up; None: no such number."""
+    floor: int
+    """Blocks below which it falls by its own work only."""
+    pinned_blocks: int
+    """Resident because they are pinned."""
+    queries: int
+    queried_tokens: int
+    """Tokens of its sequences, resumed ones left out: the denominator of the hit rate."""
+    hit_tokens: int
+    """Those found resident, be it in its own part or in the public one."""
+    evicted_suffered: int
+    """Blocks that it gave up, whoever needed the room."""
+    evicted_caused: int
+    """Blocks that were given up, whosever they were, because it needed the room."""
+
+
+class Account:
+    """One tenant's part of the tree; its roots point here. Plain numbers, kept by the tree."""
+
+    __slots__ = (
+        "aside",
+        "blocks",
+        "bounded",
+        "caused",
+        "evictable",
+        "excess",
+        "floor",
+        "hit",
+        "index",
+        "leaves",
+        "pinned",
+        "protected",
+        "queried",
+        "queries",
+        "quota",
+        "suffered",
+        "tenant",
+    )
+
+    def __init__(self, tenant: str | None, index: int) -> None:
+        self.tenant = tenant
+        self.index = index
+        self.leaves = LruLeaves()
+        self.blocks = self.evictable = 0
+        self.quota: int | None = None
+        self.floor = 0
+        self.bounded = False  # has a quota or a floor, so that each change is to be noted
+        self.protected = 0  # evictable blocks that its floor keeps from others
+        self.excess = 0  # its place among those over their quotas, 0 for none; see Victims
+        self.aside = False  # out of the common line, since it is at its floor
+        self.pinned = self.queries = self.queried = self.hit = self.suffered = self.caused = 0
+
+    def stats(self) -> AccountStats:
+        """Return the numbers as they are now."""
+        return AccountStats(
+            tenant=self.tenant,
+            blocks=self.blocks,
+            evictable=self.evictable,
+            quota=self.quota,
+            floor=self.floor,
+            pinned_blocks=self.pinned,
+            queries=self.queries,
+            queried_tokens=self.queried,
+            hit_tokens=self.hit,
+            evicted_suffered=self.suffered,
+            evicted_caused=self.caused,
+        )
+
+    def clear_counters(self) -> None:
+        """Let the counters begin again from 0."""
+        self.queries = self.queried = self.hit = self.suffered = self.caused = 0
+
+
+class Accounts:
+    """Every tenant that was ever heard of, and what the shares promise.
+
+    A quota is soft: room that nobody else wants may be used beyond it. A floor binds: while an
+    account has no more blocks than that, only its own work takes any of them. Neither reserves what
+    is not there yet: a floor keeps what was cached, and makes no room by itself.
+
+    ``protected`` is how many evictable blocks floors keep from everybody but their owners, so what
+    one may have is O(1) to say.
+    """
+
+    __slots__ = ("_of", "capacity", "protected", "victims")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.victims = Victims()
+        self.protected = 0
+        self._of: dict[str | None, Account] = {}
+
+    def of(self, tenant: str | None) -> Account:
+        """Return the account of ``tenant``, opened if need be."""
+        account = self._of.get(tenant)
+        if account is None:
+            account = self._of[tenant] = Account(tenant, len(self._of))
+            self.victims.admit(account)
+        return account
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._of.values())
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, tenant: str | None) -> bool:
+        return tenant in self._of
+
+    def set_share(self, tenant: str | None, *, quota: int | None = None, floor: int = 0) -> None:
+        """Set what ``tenant`` may keep, in blocks; without arguments, take it back.
+
+        Raises InvalidConfig, and changes nothing, if all floors together exceed the pool or a quota
+        lies below its floor.
+        """
+        if floor < 0 or (quota is not None and quota < floor):
+            raise InvalidConfig(
+                f"the share of tenant {tenant!r} is quota {quota}, floor {floor}; "
+                "wanted 0 <= floor <= quota blocks"
+            )
+        others = sum(account.floor for account in self if account.tenant != tenant)
+        if others + floor > self.capacity:
+            raise InvalidConfig(
+                f"a floor of {floor} blocks for tenant {tenant!r} and {others} for the others "
+                f"exceed the {self.capacity} blocks of the cache"
+            )
+        account = self.of(tenant)
+        account.quota, account.floor = quota, floor
+        account.bounded = quota is not None or floor > 0
+        self.note(account)
+
+    def note(self, account: Account) -> None:
+        """Take notice that the blocks of an account with a share have changed in number. O(1)."""
+        evictable, above = account.evictable, max(0, account.blocks - account.floor)
+        protected = evictable - above if evictable > above else 0
+        self.protected += protected - account.protected
+        account.protected = protected
+        self.victims.note(account, above)
+
+    def evictable_by(self, account: Account, evictable: int) -> int:
+        """Return how many of all ``evictable`` blocks the owner of ``account`` may have. O(1)."""
+        return evictable - self.protected + account.protected
+
+    def ceiling(self, tenant: str | None) -> int:
+        """Return the blocks that ``tenant`` can always come to have while nobody else runs.
+
+        What lies beyond may be kept by others' floors for ever. O(accounts).
+        """
+        return self.capacity - sum(a.floor for a in self if a.tenant != tenant)
+
+    def clear(self) -> None:
+        """Note that the tree is empty; shares and counters stay."""
+        self.victims.clear()
+        for account in self:
+            account.leaves = LruLeaves()
+            account.blocks = account.evictable = 0
+            if account.bounded:
+                self.note(account)
+        self.victims.readmit(self)
+
+    def check(self, blocks: dict[Account, int], evictable: dict[Account, int]) -> list[str]:
+        """Return each broken invariant in words, given what a walk of the tree has found."""
+        wrong = []
+        for account in {*self, *blocks}:
+            name = f"the account of {account.tenant!r}"
+            found = blocks.get(account, 0), evictable.get(account, 0)
+            if self._of.get(account.tenant) is not account:
+                wrong.append(f"{name} is not in the book")
+            if (account.blocks, account.evictable) != found:
+                wrong.append(
+                    f"{name} has {account.blocks} blocks, {account.evictable} evictable, "
+                    f"by count and {found[0]}, {found[1]} by walk"
+                )
+            keeps = min(account.evictable, max(0, account.blocks - account.floor))
+            if account.protected != account.evictable - keeps:
+                wrong.append(f"{name} keeps {account.protected} blocks from others, not {keeps}")
+        if self.protected != sum(account.protected for account in self):
+            wrong.append(f"{self.protected} blocks are protected by count")
+        return [*wrong, *self.victims.check(self)]
