@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from radixkv.service.http.anthropic import count_tokens, create_message
 from radixkv.service.http.auth import add_limit_headers, authenticating
 from radixkv.service.http.cache_api import cache_reset, cache_stats
 from radixkv.service.http.chat import chat_completions
@@ -38,6 +39,8 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
         [
             _post("/v1/chat/completions", chat_completions),
             _post("/v1/completions", completions),
+            _post("/v1/messages", create_message),
+            _post("/v1/messages/count_tokens", count_tokens),
             _get("/v1/models", list_models),
             _get("/v1/models/{model:.+}", one_model),
             _post("/tokenize", tokenize),

@@ -37,7 +37,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     serving.check_model(body.model)
     params = body.sampling()
     serving.check_length("".join(str(m.content) for m in body.messages), "messages")
-    token_ids = await serving.render(body.messages, body.rendering())
+    token_ids, keeps = await serving.render_marked(body.messages, body.rendering(), body.marks())
     answer = _Answer(serving, body)
     with serving.running(request):
         stream = serving.submit(
@@ -47,6 +47,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             request_id=answer.id,
             origin=body.origin(request),
             param="messages",
+            keeps=keeps,
         )
         if body.stream:
             return await send_events(request, serving, lambda events: answer.send(events, stream))

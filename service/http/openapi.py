@@ -14,6 +14,9 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 import radixkv
+from radixkv.service.http.anthropic_errors import AnthropicError, speaks_anthropic
+from radixkv.service.http.anthropic_replies import MessageEvent, MessageReply, TokenCount
+from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRequest
 from radixkv.service.http.cache_api import CacheResetReply, CacheStatsReply
 from radixkv.service.http.errors import ErrorReply
 from radixkv.service.http.replies import (
@@ -50,6 +53,17 @@ _ERRORS = {
 }
 _BODY_ERRORS = (400, 404, 413, 415, 429, 500, 503)
 
+_EVENTS = (
+    "With `stream: true`: events `data: <JSON>`, each separated by an empty line; comments "
+    "(`: ping`) in between while nothing happens; `data: [DONE]` last. An error after the start is "
+    "one event with an error object, and ends the stream without `[DONE]`."
+)
+_NAMED_EVENTS = (
+    "With `stream: true`: events `event: <type>` and `data: <JSON>`, each separated by an empty "
+    "line, from `message_start` to `message_stop`; a comment or a `ping` while nothing happens. An "
+    "error after the start is one event `error`, and ends the stream."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -73,6 +87,11 @@ ROUTES = (
           ChatReply, ChatRequest, ChatChunk, _BODY_ERRORS),
     Route("post", "/v1/completions", "createCompletion", "Complete prompts", "generation",
           CompletionReply, CompletionRequest, CompletionReply, _BODY_ERRORS),
+    Route("post", "/v1/messages", "createMessage", "Answer a chat of Anthropic's clients",
+          "generation", MessageReply, MessagesRequest, MessageEvent, _BODY_ERRORS),
+    Route("post", "/v1/messages/count_tokens", "countMessageTokens",
+          "Count the tokens of such a chat", "generation", TokenCount, CountTokensRequest,
+          errors=_BODY_ERRORS),
     Route("get", "/v1/models", "listModels", "List the served model", "models", ModelList),
     Route("get", "/v1/models/{model}", "retrieveModel", "Describe the served model", "models",
           ModelCard, errors=(404, 500, 503)),
@@ -117,6 +136,7 @@ def document() -> dict[str, Any]:
         (key, "validation", TypeAdapter(kind)) for key, kind in types.items()
     ]
     inputs.append(("error", "validation", TypeAdapter(ErrorReply)))
+    inputs.append(("anthropic_error", "validation", TypeAdapter(AnthropicError)))
     refs, shared = TypeAdapter.json_schemas(
         inputs,
         ref_template="#/components/schemas/{model}",
@@ -131,7 +151,8 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "radixkv",
             "version": radixkv.__version__,
-            "description": "Text generation with an exact prefix cache, for OpenAI's clients.",
+            "description": "Text generation with an exact prefix cache, for OpenAI's and "
+            "Anthropic's clients.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -150,6 +171,8 @@ def document() -> dict[str, Any]:
 
 def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     headers = {"X-Request-Id": {"$ref": "#/components/headers/RequestId"}}
+    anthropic = speaks_anthropic(route.path)
+    error = schemas["anthropic_error" if anthropic else "error"]
     answer: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if route.reply is not None:
         answer = {"application/json": {"schema": schemas["reply", route.name]}}
@@ -157,12 +180,9 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         answer["text/event-stream"] = {
             "schema": {
                 "type": "string",
-                "description": "With `stream: true`: events `data: <JSON>`, each separated by an "
-                "empty line; comments (`: ping`) in between while nothing happens; "
-                "`data: [DONE]` last. An error after the start is one event with an error "
-                "object, and ends the stream without `[DONE]`.",
+                "description": _NAMED_EVENTS if anthropic else _EVENTS,
                 "contentMediaType": "application/json",
-                "contentSchema": {"oneOf": [schemas["event", route.name], schemas["error"]]},
+                "contentSchema": {"oneOf": [schemas["event", route.name], error]},
             }
         }
     responses: dict[str, Any] = {
@@ -173,7 +193,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         responses[str(status)] = {
             "description": _ERRORS[status],
             "headers": headers | more,
-            "content": {"application/json": {"schema": schemas["error"]}},
+            "content": {"application/json": {"schema": error}},
         }
     operation: dict[str, Any] = {
         "operationId": route.name,

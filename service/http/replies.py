@@ -38,11 +38,14 @@ class RadixKV(TypedDict):
 
     `deterministic`: the answer's bits depend on the request and the weights alone, not on what was
     cached, on other requests or on threads. `given_up_tokens`: cached tokens that were computed
-    again to keep that promise.
+    again to keep that promise. Only where the request has breakpoints: of the `wanted_tokens` up to
+    the last of them, the first `pinned_tokens` stay resident.
     """
 
     deterministic: bool
     given_up_tokens: int
+    pinned_tokens: NotRequired[int]
+    wanted_tokens: NotRequired[int]
 
 
 class TopLogprob(TypedDict):
@@ -230,10 +233,14 @@ class LoadReply(TypedDict):
 
 def radixkv_reply(*answers: Generation | Stream) -> RadixKV:
     """Say of one or several prompts, answered by one engine, what the engine promised of them."""
-    return {
+    reply: RadixKV = {
         "deterministic": all(answer.deterministic for answer in answers),
         "given_up_tokens": sum(answer.usage.given_up_tokens for answer in answers),
     }
+    for kept in [answer.kept for answer in answers if answer.kept]:
+        reply["pinned_tokens"] = max(one.granted_tokens for one in kept)
+        reply["wanted_tokens"] = max(one.keep.num_tokens for one in kept)
+    return reply
 
 
 def usage_reply(*parts: Usage) -> UsageReply:
