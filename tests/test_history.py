@@ -66,6 +66,17 @@ def test_what_a_recomputation_costs_is_in_no_rate(clock: Clock) -> None:
     assert row.counts["computed_tokens"] == 100
 
 
+def test_evictions_are_known_by_tenant_and_by_nothing_finer(clock: Clock) -> None:
+    history = History(clock)
+    history.add("a", ONE, "label", requests=1, queried_tokens=10)
+    history.add_blocks("a", suffered=3, caused=1)
+    (row,) = history.read(60).rows
+    assert row.counts["evicted_suffered_blocks"] == 3
+    assert row.counts["evicted_caused_blocks"] == 1
+    (row,) = history.read(60, "prompt_cache_key").rows
+    assert "evicted_suffered_blocks" not in row.counts
+
+
 def test_hours_are_kept_by_the_minute(clock: Clock) -> None:
     history = History(clock)
     for _ in range(180):

@@ -175,6 +175,7 @@ class EngineCore:
             self.step()
             if self.scheduler.idle:
                 self._check_at_rest()
+        self.counters.observer.step(self.cache)
         self.stats = self._snapshot()
         self._outbox.flush()
 
@@ -303,6 +304,7 @@ class EngineCore:
 
     def _forget(self, request: Request) -> None:
         self._update_usage(request)
+        self.counters.observer.finished(request)
         request.stream._finish()
         self._requests.pop(request.stream, None)
 

@@ -7,10 +7,46 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from radixkv.service.engine.observing import Observer
+from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.request import Sequence
 from radixkv.stats import CacheStats
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """One tenant's part of an EngineStats; for nobody's eyes but its own and an admin's."""
+
+    num_running: int
+    num_waiting: int
+    requests_total: int
+    prompt_tokens_total: int
+    prompt_tokens_cached_total: int
+    prompt_tokens_found_later_total: int
+    prompt_tokens_computed_total: int
+    recomputed_tokens_total: int
+    generation_tokens_total: int
+    preemptions_total: int
+
+    @classmethod
+    def of(cls, accounts: Seq[Account]) -> TenantStats:
+        """Add up a tenant's interactive and batch work."""
+        return cls(
+            num_running=sum(a.num_running for a in accounts),
+            num_waiting=sum(a.num_waiting for a in accounts),
+            requests_total=sum(a.requests for a in accounts),
+            prompt_tokens_total=sum(a.prompt_tokens for a in accounts),
+            prompt_tokens_cached_total=sum(a.prompt_tokens_cached for a in accounts),
+            prompt_tokens_found_later_total=sum(a.prompt_tokens_found_later for a in accounts),
+            prompt_tokens_computed_total=sum(a.prompt_tokens_computed for a in accounts),
+            recomputed_tokens_total=sum(a.recomputed_tokens for a in accounts),
+            generation_tokens_total=sum(a.generation_tokens for a in accounts),
+            preemptions_total=sum(a.preemptions for a in accounts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +84,7 @@ class EngineStats:
     violations_total: int
     """Broken invariants seen by a check; anything but 0 is a bug in radixkv (LEAK-2)."""
     cache: CacheStats
+    by_tenant: Mapping[str, TenantStats]
 
     @property
     def kv_usage(self) -> float:
@@ -59,6 +96,7 @@ class Counters:
     """The engine thread's own, mutable counts."""
 
     def __init__(self) -> None:
+        self.observer = Observer()
         self.clear()
 
     def clear(self) -> None:
@@ -76,10 +114,12 @@ class Counters:
         self.preemptions = 0
         self.steps = 0
         self.violations = 0
+        self.observer.clear()
 
     def note_start(self, seq: Sequence) -> None:
         """``seq`` was admitted; only the first admission of a request says what was cached."""
         request = seq.request
+        account = request.account
         assert seq.table is not None
         found = seq.table.cached_tokens
         if request.cached_tokens is None:
@@ -87,9 +127,12 @@ class Counters:
             request.stream.admitted_s = time.monotonic()
             self.prompt_tokens += len(request.prompt_ids)
             self.prompt_tokens_cached += found
+            account.prompt_tokens += len(request.prompt_ids)
+            account.prompt_tokens_cached += found
         else:
-            later = min(found, len(request.prompt_ids)) - seq.high
-            self.prompt_tokens_found_later += max(0, later)
+            later = max(0, min(found, len(request.prompt_ids)) - seq.high)
+            self.prompt_tokens_found_later += later
+            account.prompt_tokens_found_later += later
         seq.high = max(seq.high, found)
 
     def note_computed(self, seq: Sequence, start: int, stop: int) -> None:
@@ -98,12 +141,32 @@ class Counters:
         0 ........... high .......... prompt ....... stop
         |  recomputed  |  new prompt  |  generated
         """
-        self.recomputed_tokens += max(0, min(stop, seq.high) - start)
-        new = max(start, seq.high)
-        self.prompt_tokens_computed += max(0, min(stop, len(seq.request.prompt_ids)) - new)
-        seq.high = max(seq.high, stop)
+        account = seq.request.account
+        account.step_tokens += stop - start
+        if start < seq.high:
+            again = min(stop, seq.high) - start
+            self.recomputed_tokens += again
+            account.recomputed_tokens += again
+        new = min(stop, len(seq.request.prompt_ids)) - max(start, seq.high)
+        if new > 0:
+            self.prompt_tokens_computed += new
+            account.prompt_tokens_computed += new
+        if stop > seq.high:
+            seq.high = stop
 
-    def snapshot(self, *, num_running: int, num_waiting: int, cache: CacheStats) -> EngineStats:
+    def note_preemption(self, seq: Sequence) -> None:
+        """``seq`` had to yield its blocks."""
+        self.preemptions += 1
+        seq.request.account.preemptions += 1
+
+    def snapshot(
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        cache: CacheStats,
+        by_tenant: Mapping[str, TenantStats],
+    ) -> EngineStats:
         """Freeze the counts."""
         return EngineStats(
             num_running=num_running,
@@ -127,4 +190,5 @@ class Counters:
             steps_total=self.steps,
             violations_total=self.violations,
             cache=cache,
+            by_tenant=by_tenant,
         )

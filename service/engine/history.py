@@ -29,6 +29,10 @@ COUNTS: Final = (
 )
 """What is counted, each under every key. ``queried_tokens`` is the denominator of the hit rate."""
 
+BLOCK_COUNTS: Final = ("evicted_suffered_blocks", "evicted_caused_blocks")
+"""What is known by tenant only."""
+_ALL: Final = (*COUNTS, *BLOCK_COUNTS)
+
 SECOND_SLOTS: Final = 300
 MINUTE_SLOTS: Final = 360
 MAX_WINDOW_S: Final = 60 * MINUTE_SLOTS
@@ -66,14 +70,14 @@ class Ring:
             return slots[-1][1]
         while slots and slots[0][0] <= tick - self._limit:
             slots.popleft()
-        counts = [0] * len(COUNTS)
+        counts = [0] * len(_ALL)
         slots.append((tick, counts))
         return counts
 
     def total(self, now_s: float, window_s: float) -> list[int]:
         """Return the sum over the slots that begin at or after ``start_s(now_s, window_s)``."""
         first = self._first(now_s, window_s)
-        total = [0] * len(COUNTS)
+        total = [0] * len(_ALL)
         for tick, counts in reversed(self._slots):
             if tick < first:
                 break
@@ -167,6 +171,7 @@ class Row:
     tenant: str | Other
     key: CacheIdentity | str | Other | None
     counts: dict[str, int]
+    """By the names of COUNTS, and of BLOCK_COUNTS where the row is a tenant's."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -216,6 +221,14 @@ class History:
                     for name, n in counts.items():
                         slot[_INDEX[name]] += n
 
+    def add_blocks(self, tenant: str, *, suffered: int, caused: int) -> None:
+        """Count blocks that ``tenant`` gave up, and those that it made anybody give up. O(1)."""
+        with self._lock:
+            now_s, total = self._clock(), self._of(tenant).total
+            for slot in (total.seconds.at(now_s), total.minutes.at(now_s)):
+                slot[_INDEX["evicted_suffered_blocks"]] += suffered
+                slot[_INDEX["evicted_caused_blocks"]] += caused
+
     def read(
         self, window_s: float, by: By = "tenant", tenants: Collection[str] | None = None
     ) -> Window:
@@ -228,9 +241,9 @@ class History:
         if not 1 <= window_s <= MAX_WINDOW_S:
             raise ValueError(f"window is {window_s:g} s; wanted 1 to {MAX_WINDOW_S}")
         with self._lock:
-            now_s = self._clock()
+            now_s, names = self._clock(), _ALL if by == "tenant" else COUNTS
             rows = [
-                Row(tenant, key, dict(zip(COUNTS, total, strict=True)))
+                Row(tenant, key, dict(zip(names, total, strict=False)))
                 for tenant, mine in self._shown(tenants)
                 for key, series in _series_of(mine, by)
                 if any(total := series.ring(window_s).total(now_s, window_s)) or by == "tenant"
@@ -262,7 +275,7 @@ class History:
             yield OTHER, self._rest
 
 
-_INDEX = {name: i for i, name in enumerate(COUNTS)}
+_INDEX = {name: i for i, name in enumerate(_ALL)}
 
 
 def _series_of(

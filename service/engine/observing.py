@@ -1,0 +1,103 @@
+"""Tells history and listeners what the engine thread did, at the few places where it is known.
+
+Knows requests and the cache's accounts; computes nothing. Every call is O(1), but for one look at
+all accounts a second, and only when something was evicted or somebody listens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from radixkv.service.engine.cache_events import CacheEvents
+from radixkv.service.engine.history import History
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+    from radixkv.service.engine.request import Request, Sequence
+
+_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Evicted:
+    """What an account had suffered and caused when we looked last."""
+
+    suffered: int = 0
+    caused: int = 0
+
+
+class Observer:
+    """The engine thread's own; ``history`` and ``events`` may be used by anybody."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.history = History(clock)
+        self.events = CacheEvents()
+        self._clock = clock
+        self._looked_s = 0.0
+        self._evicted_blocks = 0
+        self._evicted: dict[str, _Evicted] = {}
+
+    def admitted(self, request: Request, found_tokens: int) -> None:
+        """``request`` starts for the first time, with ``found_tokens`` from the cache."""
+        origin, queried = request.origin, len(request.prompt_ids)
+        self.history.add(
+            origin.tenant,
+            request.identity,
+            origin.cache_key,
+            requests=1,
+            queried_tokens=queried,
+            hit_tokens=found_tokens,
+        )
+        self.events.tell("hit", origin.tenant, tokens=found_tokens, queried_tokens=queried)
+
+    def found_later(self, request: Request, tokens: int) -> None:
+        """``request`` came back and found prompt tokens that others have computed meanwhile."""
+        if tokens:
+            self._add(request, found_later_tokens=tokens)
+
+    def computed(self, request: Request, new: int, again: int) -> None:
+        """Prompt tokens were computed, and tokens that had been computed before."""
+        if new or again:
+            self._add(request, computed_tokens=new, recomputed_tokens=again)
+
+    def preempted(self, seq: Sequence) -> None:
+        """A running sequence was put back."""
+        self._add(seq.request, preemptions=1)
+        self.events.tell("preempted", seq.request.origin.tenant, tokens=seq.num_tokens)
+
+    def finished(self, request: Request) -> None:
+        """``request`` is over, well or badly."""
+        if request.completion_tokens:
+            self._add(request, generated_tokens=request.completion_tokens)
+
+    def step(self, cache: PrefixCache) -> None:
+        """A step is over."""
+        self.events.step(cache)
+        evicted = cache.tree.num_evicted
+        if evicted == self._evicted_blocks:
+            return
+        now_s = self._clock()
+        if now_s - self._looked_s < _EVERY_S:
+            return
+        self._looked_s, self._evicted_blocks = now_s, evicted
+        for account in getattr(cache, "accounts", ()):
+            if account.tenant is None:
+                continue
+            before = self._evicted.setdefault(account.tenant, _Evicted())
+            suffered, caused = account.suffered - before.suffered, account.caused - before.caused
+            before.suffered, before.caused = account.suffered, account.caused
+            if suffered > 0 or caused > 0:
+                self.history.add_blocks(account.tenant, suffered=suffered, caused=caused)
+
+    def clear(self) -> None:
+        """Begin again, as after the warm-up."""
+        self.history.clear()
+        self._evicted_blocks = 0
+        self._evicted.clear()
+
+    def _add(self, request: Request, **counts: int) -> None:
+        origin = request.origin
+        self.history.add(origin.tenant, request.identity, origin.cache_key, **counts)
