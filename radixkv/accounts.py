@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from radixkv.errors import InvalidConfig
 from radixkv.eviction import LruLeaves
+from radixkv.nodes import Root
 from radixkv.victims import Victims
 
 
@@ -35,6 +36,8 @@ class AccountStats:
     """Tokens of its sequences, resumed ones left out: the denominator of the hit rate."""
     hit_tokens: int
     """Those found resident, be it in its own part or in the public one."""
+    published_blocks: int
+    """Blocks that entered its part."""
     evicted_suffered: int
     """Blocks that it gave up, whoever needed the room."""
     evicted_caused: int
@@ -57,9 +60,11 @@ class Account:
         "leaves",
         "pinned",
         "protected",
+        "published",
         "queried",
         "queries",
         "quota",
+        "roots",
         "suffered",
         "tenant",
     )
@@ -68,6 +73,7 @@ class Account:
         self.tenant = tenant
         self.index = index
         self.leaves = LruLeaves()
+        self.roots: set[Root] = set()
         self.blocks = self.evictable = 0
         self.quota: int | None = None
         self.floor = 0
@@ -75,7 +81,8 @@ class Account:
         self.protected = 0  # evictable blocks that its floor keeps from others
         self.excess = 0  # its place among those over their quotas, 0 for none; see Victims
         self.aside = False  # out of the common line, since it is at its floor
-        self.pinned = self.queries = self.queried = self.hit = self.suffered = self.caused = 0
+        self.pinned = self.queries = self.queried = self.hit = 0
+        self.published = self.suffered = self.caused = 0
 
     def stats(self) -> AccountStats:
         """Return the numbers as they are now."""
@@ -89,13 +96,15 @@ class Account:
             queries=self.queries,
             queried_tokens=self.queried,
             hit_tokens=self.hit,
+            published_blocks=self.published,
             evicted_suffered=self.suffered,
             evicted_caused=self.caused,
         )
 
     def clear_counters(self) -> None:
         """Let the counters begin again from 0."""
-        self.queries = self.queried = self.hit = self.suffered = self.caused = 0
+        self.queries = self.queried = self.hit = 0
+        self.published = self.suffered = self.caused = 0
 
 
 class Accounts:
@@ -180,6 +189,7 @@ class Accounts:
         self.victims.clear()
         for account in self:
             account.leaves = LruLeaves()
+            account.roots.clear()
             account.blocks = account.evictable = 0
             if account.bounded:
                 self.note(account)

@@ -89,6 +89,12 @@ def _check_shape(tree: RadixTree, nodes: list[Node]) -> list[str]:
             wrong.append(f"{_name(node)} has {size}")
     if len(nodes) != tree.num_nodes:
         wrong.append(f"{tree.num_nodes} nodes by count, {len(nodes)} by walk")
+    unfilled = sum(len(node.blocks) * tree.stride - len(node.key) for node in nodes) // 4
+    if unfilled != tree.num_unfilled:
+        wrong.append(f"{tree.num_unfilled} places of tails are empty by count, {unfilled} by walk")
+    roots = {root for account in tree.accounts for root in account.roots}
+    if roots != {*tree.roots.values()} or any(r not in r.account.roots for r in roots):
+        wrong.append("the roots of the accounts are not those of the tree")
     num_blocks = sum(len(node.blocks) for node in nodes)
     if num_blocks != tree.num_blocks:
         wrong.append(f"{tree.num_blocks} blocks in the tree by count, {num_blocks} by walk")

@@ -232,6 +232,7 @@ class PrefixCache:
             free_blocks=pool.free,
             referenced_blocks=pool.referenced,
             cached_blocks=tree.num_blocks,
+            cached_tokens=tree.num_blocks * self.block_size - tree.num_unfilled,
             evictable_blocks=tree.evictable,
             nodes=tree.num_nodes,
             identities=len(tree.roots),
@@ -243,6 +244,7 @@ class PrefixCache:
             "queries": self._queries,
             "queried": self._queried,
             "hit": self._hit,
+            "published": self.tree.num_published,
             "suffered": self.tree.num_evicted,
             "caused": self.tree.num_evicted,
         }

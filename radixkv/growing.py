@@ -11,7 +11,7 @@ from array import array
 
 from radixkv.blocks import BlockIds
 from radixkv.nodes import MAX_EDGE_BYTES, Node
-from radixkv.tokens import common_bytes
+from radixkv.tokens import TOKEN_BYTES, common_bytes
 from radixkv.tree import RadixTree
 
 
@@ -70,6 +70,8 @@ def extend(
     as batch work.
     """
     stride, account = tree.stride, node.root.account
+    if len(key) < stride:
+        tree.num_unfilled += (stride - len(key)) // TOKEN_BYTES
     if depth:
         node = node.at(depth)
     if depth - node.start < len(node.blocks):
@@ -79,6 +81,7 @@ def extend(
         _supersede(tree, node, key)
     tree.num_blocks += len(blocks)
     account.blocks += len(blocks)
+    account.published += len(blocks)
     if account.bounded:
         tree.accounts.note(account)
     tree.num_published += len(blocks)
@@ -149,6 +152,7 @@ def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
     account = tail.root.account
     account.leaves.discard(tail)
     tail.unlink(tree.stride)
+    tree.num_unfilled -= (tree.stride - len(tail.key)) // TOKEN_BYTES
     tail.key = b""  # what is held of it lives on without the tree
     tree.num_nodes -= 1
     tree.num_blocks -= 1

@@ -11,6 +11,7 @@ from array import array
 from radixkv.accounts import Account
 from radixkv.blocks import BlockIds
 from radixkv.nodes import Node, Root
+from radixkv.tokens import TOKEN_BYTES
 from radixkv.tree import RadixTree
 
 
@@ -37,7 +38,7 @@ def evict(tree: RadixTree, n: int, taker: Account) -> int:
 
 def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
     """Append ``n`` evicted blocks; the tree's reference to each becomes the caller's."""
-    stride, victims, watch = tree.stride, tree.accounts.victims, tree.on_evicted
+    stride, victims, watch = tree.stride, tree.accounts.victims, tree.on_evict
     tree.num_blocks -= n
     tree.evictable -= n
     tree.num_evicted += n
@@ -85,15 +86,23 @@ def _remove(tree: RadixTree, leaf: Node) -> None:
     leaves = leaf.root.account.leaves
     leaves.discard(leaf)
     leaf.unlink(tree.stride)
+    if len(leaf.key) < tree.stride:
+        tree.num_unfilled -= (tree.stride - len(leaf.key)) // TOKEN_BYTES
     leaf.fade()
     tree.num_nodes -= 1
     if parent.children is None:
         if isinstance(parent, Root):
-            del tree.roots[parent.identity]
+            drop_root(tree, parent)
         elif parent.num_held() < len(parent.blocks):
             leaves.add(parent)
     elif len(parent.children) == 1 and parent.blocks:
         tree.num_nodes -= parent.join(tree.stride)
+
+
+def drop_root(tree: RadixTree, root: Root) -> None:
+    """Forget a root that nothing is below."""
+    del tree.roots[root.identity]
+    root.account.roots.discard(root)
 
 
 def disown(tree: RadixTree, node: Node, depth: int) -> Node:

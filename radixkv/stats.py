@@ -43,6 +43,8 @@ class CacheStats:
     """Blocks with a reference, be it a sequence's or the tree's."""
     cached_blocks: int
     """Blocks in the tree, held by a sequence or not."""
+    cached_tokens: int
+    """Tokens whose KV those hold: what is missing to their size is unused room in tails."""
     evictable_blocks: int
     """Blocks that only the tree holds."""
     nodes: int

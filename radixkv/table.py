@@ -14,8 +14,8 @@ from radixkv.errors import OutOfBlocks
 from radixkv.growing import add_tail, extend, follow
 from radixkv.holder import Holder
 from radixkv.identity.identity import CacheIdentity
-from radixkv.nodes import Node
-from radixkv.shrinking import evict, take
+from radixkv.nodes import Node, Root
+from radixkv.shrinking import drop_root, evict, take
 from radixkv.tokens import encode
 
 if TYPE_CHECKING:
@@ -242,8 +242,8 @@ class BlockTable(Holder):
             key = tokens[depth * tree.stride : stop * tree.stride]
             node = extend(tree, node, depth, key, ids[depth:stop], self.batch)
         if not stop:
-            if node.children is None:
-                del tree.roots[self.identity]  # made in vain
+            if isinstance(node, Root) and node.children is None:
+                drop_root(tree, node)  # made in vain
             return
         self.num_published = stop
         self._sink(node, stop)

@@ -37,9 +37,10 @@ class RadixTree:
         self.clock = 1
         self.num_blocks = 0
         self.num_nodes = 0
+        self.num_unfilled = 0  # places for tokens in the blocks of tails that hold none
         self.evictable = 0
         # Called with a leaf and how many of its blocks stay, just before the others are evicted.
-        self.on_evicted: Callable[[Node, int], None] | None = None
+        self.on_evict: Callable[[Node, int], None] | None = None
         self.version = 0  # moves with every change of what a look-up may answer
         self.num_published = self.num_deduplicated = self.num_evicted = 0  # blocks, ever
 
@@ -55,6 +56,7 @@ class RadixTree:
             self.expect(identity)
             account = self.accounts.of(identity.namespace.tenant)
             root = self.roots[identity] = Root(identity, account)
+            account.roots.add(root)
         return root
 
     def expect(self, identity: CacheIdentity) -> None:
@@ -186,6 +188,6 @@ class RadixTree:
         """Forget everything; return how many blocks became free. Nobody may hold any."""
         self.roots.clear()
         self.accounts.clear()
-        self.num_blocks = self.num_nodes = self.evictable = 0
+        self.num_blocks = self.num_nodes = self.num_unfilled = self.evictable = 0
         self.version += 1
         return self.pool.reset()
