@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.service.engine.admission import MAX_SKIPS
-from radixkv.service.engine.request import Sequence
-from radixkv.service.engine.scheduler import Work
+from radixkv.service.engine.scheduler import Plan
 from radixkv.service.engine.stream import Stream
+from radixkv.service.engine.waiting import MAX_SKIPS
 from tests.fake_model import Rig, greedy, ids_of
 
 
@@ -244,10 +243,10 @@ def test_a_copy_that_was_never_made_is_never_found() -> None:
     rig.turn()
     scheduler = rig.core.scheduler
     first, _ = scheduler.running
-    works: dict[Sequence, Work] = {}
-    assert scheduler._reserve(first, 1, works) == 1
-    assert works[first].copies
-    scheduler._preempt(first, works)
+    plan = Plan(budget=1)
+    scheduler._go_on(first, plan)
+    assert plan.works[first].copies
+    scheduler._preempt(first, plan)
     rig.run()
     roomy = Rig()
     expected = roomy.submit(prompt(6, 1), 5, n=2, seed=3)

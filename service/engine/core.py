@@ -22,7 +22,8 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.errors import EngineDead, RadixKVError
 from radixkv.service.engine.batch import StepBatch
-from radixkv.service.engine.counters import Counters, EngineStats
+from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
+from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.params import Delta, Usage
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
@@ -56,6 +57,7 @@ class EngineCore:
         lookahead_tokens: int,
         share: bool,
         make_choice: Callable[[Request, int], tuple[ChoiceSampler, ChoiceStream]],
+        batch_share: float = 0.75,
     ) -> None:
         self.runner = runner
         self.cache = cache
@@ -67,6 +69,7 @@ class EngineCore:
             lookahead_tokens=lookahead_tokens,
             counters=self.counters,
             share=share,
+            batch_share=batch_share,
         )
         self.failure: BaseException | None = None
         self._make_choice = make_choice
@@ -76,6 +79,7 @@ class EngineCore:
         self._wake = threading.Condition()
         self._closing = False  # no message is taken any more
         self._dead = False  # no step is made any more
+        self._by_tenant: dict[str, TenantStats] = {}
         self.stats: EngineStats = self._snapshot()
         self._thread = threading.Thread(target=self._run, name="radixkv-engine", daemon=True)
 
@@ -119,6 +123,10 @@ class EngineCore:
                 return future
         future.set_exception(self._death())
         return future
+
+    def set_tenant(self, tenant: str, share: TenantShare) -> None:
+        """Give a tenant another share, within one step."""
+        self._send(lambda: self.scheduler.set_share(tenant, share))
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what runs and end the thread; idempotent."""
@@ -196,6 +204,7 @@ class EngineCore:
             work.table.commit(work.num_tokens)
             stop = start + work.num_tokens
             self.counters.note_computed(seq, start, stop)
+            self.scheduler.fairness.changed.add(request.account)
             if start // self.cache.block_size != stop // self.cache.block_size:
                 seq.publish()
             wanted = _logit_rows(work, ends)
@@ -254,6 +263,7 @@ class EngineCore:
             return
         seq.append(token.token_id)
         request.completion_tokens += 1
+        request.account.generation_tokens += 1
         self.counters.generation_tokens += 1
         if request.stream.first_token_s is None:
             request.stream.first_token_s = time.monotonic()
@@ -341,11 +351,32 @@ class EngineCore:
             log.error("broken invariant: %s", line)
 
     def _snapshot(self) -> EngineStats:
+        scheduler = self.scheduler
+        changed = scheduler.settle()
+        if changed:
+            shown = self._by_tenant.copy()  # who has the last snapshot keeps it as it was
+            for tenant in changed:
+                shown[tenant] = TenantStats.of(scheduler.fairness.of(tenant))
+            self._by_tenant = shown
         return self.counters.snapshot(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
             cache=self.cache.stats(),
+            by_tenant=self._by_tenant,
         )
+
+    def clear_counters(self) -> None:
+        """Begin again from 0, as if nothing had been asked yet. For an engine at rest."""
+        self.cache.clear_counters()
+        self.counters.clear()
+        self.scheduler.fairness.clear()
+        self._by_tenant = {}
+
+    def check(self) -> list[str]:
+        """Return each broken invariant in words, and count and log it. O(blocks)."""
+        found = self.cache.check() + self.scheduler.check()
+        self.report(found)
+        return found
 
     def _bury(self) -> None:
         """Tell everybody who still waits; the thread is about to end."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from radixkv.service.engine.observing import Observer
 from radixkv.service.engine.fairness import Account
+from radixkv.service.engine.observing import Observer
 from radixkv.service.engine.request import Sequence
 from radixkv.stats import CacheStats
 
@@ -129,10 +129,12 @@ class Counters:
             self.prompt_tokens_cached += found
             account.prompt_tokens += len(request.prompt_ids)
             account.prompt_tokens_cached += found
+            self.observer.admitted(request, found)
         else:
             later = max(0, min(found, len(request.prompt_ids)) - seq.high)
             self.prompt_tokens_found_later += later
             account.prompt_tokens_found_later += later
+            self.observer.found_later(request, later)
         seq.high = max(seq.high, found)
 
     def note_computed(self, seq: Sequence, start: int, stop: int) -> None:
@@ -143,21 +145,25 @@ class Counters:
         """
         account = seq.request.account
         account.step_tokens += stop - start
+        again = new = 0
         if start < seq.high:
             again = min(stop, seq.high) - start
             self.recomputed_tokens += again
             account.recomputed_tokens += again
-        new = min(stop, len(seq.request.prompt_ids)) - max(start, seq.high)
-        if new > 0:
+        if start < len(seq.request.prompt_ids):
+            new = max(0, min(stop, len(seq.request.prompt_ids)) - max(start, seq.high))
             self.prompt_tokens_computed += new
             account.prompt_tokens_computed += new
+        if again or new:
+            self.observer.computed(seq.request, new, again)
         if stop > seq.high:
             seq.high = stop
 
-    def note_preemption(self, seq: Sequence) -> None:
+    def note_preempted(self, seq: Sequence) -> None:
         """``seq`` had to yield its blocks."""
         self.preemptions += 1
         seq.request.account.preemptions += 1
+        self.observer.preempted(seq)
 
     def snapshot(
         self,

@@ -304,12 +304,7 @@ class Engine:
     def check(self) -> list[str]:
         """Prove the accounting, between two steps: broken invariants in words, [] when sound."""
 
-        def check() -> list[str]:
-            found = self._core.cache.check()
-            self._core.report(found)
-            return found
-
-        return self._core.call(check).result()
+        return self._core.call(self._core.check).result()
 
     def warm_up(self) -> None:
         """Pay for buffers and threads now, before anybody asks: leaves no blocks and no counts.
@@ -323,8 +318,7 @@ class Engine:
 
         def forget() -> None:
             self._core.cache.reset()
-            self._core.cache.clear_counters()
-            self._core.counters.clear()
+            self._core.clear_counters()
 
         self._core.call(forget).result()
 

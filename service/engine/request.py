@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from radixkv import tokens as token_codec
 from radixkv.identity.identity import CacheIdentity
+from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.origin import LOCAL, Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.table import BlockTable
@@ -46,6 +47,8 @@ class Request:
     """What its name meant when it was submitted; it keeps that to its end."""
     identity: CacheIdentity = field(init=False)
     """The answer for the weights that compute it; given by the engine thread."""
+    account: Account = field(init=False)
+    """What its tenant has and had; given by the engine thread."""
     prompt_logprobs: PromptLogprobs | None = None
     sequences: list[Sequence] = field(default_factory=list)
     """The choices that are not finished; one until the prompt is computed, then ``n``."""
@@ -107,9 +110,22 @@ class Sequence:
         return len(self.ids) - self.table.num_tokens
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Age: requests by arrival, choices by index."""
-        return self.request.arrival, self.index
+    def key(self) -> bytes:
+        """``tokens`` as the cache takes them."""
+        request = self.request
+        if len(self.ids) == len(request.prompt_ids):
+            return request.prompt_bytes
+        return bytes(self.tokens)
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Age: requests by arrival, choices by index; batch work counts as the youngest."""
+        return self.request.origin.batch, self.request.arrival, self.index
+
+    @property
+    def priority(self) -> int:
+        """Lower is more urgent, inside its tenant."""
+        return self.request.origin.priority
 
     @property
     def tokens_to_come(self) -> int:

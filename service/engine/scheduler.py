@@ -1,31 +1,39 @@
 """Which tokens are computed in the next step, and who waits, starts, yields its blocks or goes.
 
 Knows sequences, blocks and budgets; nothing of tensors, text or threads. A step computes at most
-``max_batch_tokens`` tokens: first one for each sequence that is decoding, then chunks of prefills,
-oldest first, then those of newly admitted sequences (chunked prefill: Sarathi-Serve).
+``max_batch_tokens`` tokens: first one for each sequence that is decoding, then chunks of prompts
+(chunked prefill: Sarathi-Serve), those of running sequences as those of newly admitted ones. Whose
+turn it is, to start and to be computed, fairness.py says; inside a tenant, waiting.py and age.
 
 What happens when blocks run out is always explicit: a waiting sequence goes on waiting and holds
 nothing; a running one takes the blocks of the *latest* request, which publishes what it has
 computed and recomputes later what was evicted meanwhile. The oldest request is never preempted by a
 younger one and always fits alone (the engine refuses what never fits), so there is always progress.
+
+Batch work counts as younger than all that is not. It starts only if nothing interactive is short of
+room, and within ``batch_share`` of the places and of the blocks, but for a single sequence that
+would not run otherwise; what it has beyond that it yields as soon as interactive work needs room.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from radixkv.blocks import BlockCopy
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks
 from radixkv.service.engine.admission import (
-    Waiting,
     blocks_for,
     has_room,
     leader_of,
     projected_growth,
 )
 from radixkv.service.engine.counters import Counters
+from radixkv.service.engine.fairness import MAX_PASSES, Account, Fairness, TenantShare
 from radixkv.service.engine.request import Request, Sequence
+from radixkv.service.engine.waiting import WINDOW, Waiting
 from radixkv.table import BlockTable
 
 
@@ -44,6 +52,28 @@ class Work:
         return self.num_tokens == self.seq.remaining
 
 
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A step in the making."""
+
+    budget: int
+    """Tokens that may still be put to work."""
+    works: dict[Sequence, Work] = field(default_factory=dict)
+    prompts: dict[Account, list[Sequence]] = field(default_factory=dict)
+    """Running sequences that have more than one token to compute, by age."""
+    places: int = 0
+    """Choices that may start."""
+    growth: int = 0
+    """Blocks that the running ones will soon take."""
+    width: int = WINDOW
+    """Look-ups for each tenant that waits."""
+    looks: int = WINDOW
+    """Look-ups in all."""
+    tries: dict[Account, Iterator[tuple[Sequence, int]]] = field(default_factory=dict)
+    short: list[Account] = field(default_factory=list)
+    """Accounts of which a sequence had the turn, and no room."""
+
+
 class Scheduler:
     """Owns the waiting and the running sequences of one engine; used by its thread only."""
 
@@ -56,40 +86,68 @@ class Scheduler:
         lookahead_tokens: int,
         counters: Counters,
         share: bool = True,
+        batch_share: float = 0.75,
     ) -> None:
         self.cache = cache
         self.waiting = Waiting()
         self.running: list[Sequence] = []  # by age
+        self.fairness = Fairness(quantum=max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
         self._max_num_seqs = max_num_seqs
         self._lookahead_tokens = lookahead_tokens
         self._counters = counters
         self._share = share  # False: nobody's blocks can be found, so nobody waits for them
+        self._batch_places = max(1, int(batch_share * max_num_seqs))
+        self._batch_blocks = int(batch_share * cache.num_blocks)
+        self._contended = False  # somebody wanted more of the last step than it had
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.running and not self.waiting
 
+    def set_share(self, tenant: str, share: TenantShare) -> None:
+        """Give a tenant another weight and other limits from the next step on."""
+        self.fairness.set_share(tenant, share)
+
+    def settle(self) -> set[str]:
+        """Charge what the last step cost; return the tenants of whom a number is new."""
+        changed = self.fairness.changed
+        if not changed:
+            return set()
+        self.fairness.settle(contended=self._contended)
+        tenants = {account.tenant for account in changed}
+        changed.clear()
+        return tenants
+
     def add(self, seq: Sequence) -> None:
-        """Let ``seq`` wait for its turn."""
+        """Let ``seq``, the first of its request, wait for its turn."""
+        request = seq.request
+        request.account = self.fairness.account(request.origin.tenant, request.origin.batch)
+        request.account.requests += 1
         self.waiting.add(seq)
+        self.fairness.changed.add(request.account)
 
     def schedule(self) -> list[Work]:
         """Choose the next step's work; its blocks are reserved when this returns."""
-        works: dict[Sequence, Work] = {}
-        budget = self._max_batch_tokens
-        decoding = [seq for seq in self.running if seq.remaining == 1]
-        prefilling = [seq for seq in self.running if seq.remaining > 1]
-        for seq in decoding + prefilling:
-            if budget == 0:
+        plan = Plan(self._max_batch_tokens)
+        for seq in [seq for seq in self.running if seq.remaining == 1]:
+            if plan.budget == 0:
                 break
-            if seq.table is None:  # preempted by one that came before it in this loop
-                continue
-            budget -= self._reserve(seq, min(seq.remaining, budget), works)
-        if budget and self.waiting:
-            self._admit(budget, works)
-        return list(works.values())
+            self._go_on(seq, plan)
+        for seq in self.running:
+            if seq not in plan.works and seq.remaining > 1:
+                plan.prompts.setdefault(seq.request.account, []).append(seq)
+        if plan.budget and self.waiting:
+            self._admit(plan)
+        self._contended = len(self.waiting) > 0 or len(plan.prompts) > 1
+        if plan.budget:
+            for account in self.fairness.compute_order(plan.prompts):
+                for seq in tuple(plan.prompts[account]):
+                    if plan.budget == 0:
+                        break
+                    self._go_on(seq, plan)
+        return list(plan.works.values())
 
     def fork(self, request: Request, born: list[Sequence]) -> None:
         """Start ``born``, the other choices of ``request``, on the blocks of its first one."""
@@ -100,6 +158,7 @@ class Scheduler:
             seq.table = first.table.fork()
             seq.high = first.high
             request.sequences.append(seq)
+        request.account.num_running += len(born)
         at = self.running.index(first) + 1
         self.running[at:at] = born
 
@@ -108,31 +167,50 @@ class Scheduler:
         if seq.table is None:
             self.waiting.remove(seq)
         else:
-            self.running.remove(seq)
             if publish:
                 seq.publish(tail=True)
-            seq.table.release()
-            seq.table = None
+            self._stop(seq)
+        account = seq.request.account
+        if not account.num_waiting:
+            account.passed = 0
+        self.fairness.changed.add(account)
         seq.request.sequences.remove(seq)
 
-    def _reserve(self, seq: Sequence, num_tokens: int, works: dict[Sequence, Work]) -> int:
-        """Reserve the next ``num_tokens`` of ``seq``, preempting the latest while blocks lack.
+    def check(self) -> list[str]:
+        """Return each broken invariant in words. O(sequences)."""
+        wrong = []
+        for account in self.fairness:
+            mine = [seq for seq in self.running if seq.request.account is account]
+            waiting = sum(seq.request.account is account for seq in self.waiting)
+            places = sum(1 + seq.request.unborn for seq in mine)
+            counted = (account.num_running, account.num_waiting, account.places)
+            if counted != (len(mine), waiting, places):
+                wrong.append(
+                    f"tenant {account.tenant!r} runs, waits and has places {counted} by count, "
+                    f"{(len(mine), waiting, places)} by walk"
+                )
+        if [seq.order for seq in self.running] != sorted(seq.order for seq in self.running):
+            wrong.append("the running sequences are out of order")
+        return wrong
 
-        Returns the tokens put to work: 0 if ``seq`` itself had to yield.
+    # -- running -----------------------------------------------------------------------------------
+
+    def _go_on(self, seq: Sequence, plan: Plan) -> None:
+        """Put the next tokens of ``seq`` to work, preempting the latest while blocks lack.
+
+        Does nothing if it was preempted by one that came before it, or has to yield itself.
         """
-        while True:
-            assert seq.table is not None
+        while seq.table is not None:
+            num_tokens = min(seq.remaining, plan.budget)
             try:
                 copies = seq.table.reserve(num_tokens)
             except OutOfBlocks:
-                victims = self._latest_after(seq)
-                for victim in victims or [seq]:
-                    self._preempt(victim, works)
-                if victims:
-                    continue
-                return 0
-            works[seq] = Work(seq, seq.table, num_tokens, copies)
-            return num_tokens
+                for victim in self._latest_after(seq) or [seq]:
+                    self._preempt(victim, plan)
+                continue
+            plan.works[seq] = Work(seq, seq.table, num_tokens, copies)
+            plan.budget -= num_tokens
+            return
 
     def _latest_after(self, seq: Sequence) -> list[Sequence]:
         """Whom ``seq`` may preempt: the latest younger request whole, else a younger sibling.
@@ -144,50 +222,147 @@ class Scheduler:
             return [last] if last is not seq else []
         return [other for other in self.running if other.request is last.request]
 
-    def _preempt(self, seq: Sequence, works: dict[Sequence, Work]) -> None:
-        assert seq.table is not None
-        works.pop(seq, None)
+    def _preempt(self, seq: Sequence, plan: Plan) -> None:
+        plan.works.pop(seq, None)
         seq.publish(tail=True)
+        prompts = plan.prompts.get(seq.request.account)
+        if prompts is not None and seq in prompts:
+            prompts.remove(seq)
+        self._stop(seq)
+        seq.preemptions += 1
+        self.waiting.add(seq)
+        self.fairness.changed.add(seq.request.account)
+        self._counters.note_preempted(seq)
+
+    def _start(self, seq: Sequence, table: BlockTable) -> None:
+        seq.table = table
+        account = seq.request.account
+        account.num_running += 1
+        account.places += 1 + seq.request.unborn
+        at = len(self.running)
+        while at and self.running[at - 1].order > seq.order:
+            at -= 1
+        self.running.insert(at, seq)
+        self._counters.note_start(seq)
+
+    def _stop(self, seq: Sequence) -> None:
+        """Let the blocks of ``seq`` go; it runs no more."""
+        assert seq.table is not None
+        account = seq.request.account
+        account.num_running -= 1
+        account.places -= 1 + seq.request.unborn
+        self.running.remove(seq)
         seq.table.release()
         seq.table = None
-        seq.preemptions += 1
-        self.running.remove(seq)
-        self.waiting.add(seq)
-        self._counters.preemptions += 1
 
-    def _admit(self, budget: int, works: dict[Sequence, Work]) -> None:
+    # -- starting ----------------------------------------------------------------------------------
+
+    def _admit(self, plan: Plan) -> None:
         """Start waiting sequences while tokens, places and blocks last."""
-        places = self._max_num_seqs - sum(1 + seq.request.unborn for seq in self.running)
-        if places <= 0:
+        plan.places = self._free_places()
+        if plan.places <= 0:
             return
-        growth = sum(map(self._growth, self.running))
-        overdue = self.waiting.overdue
-        for seq, cached in self.waiting.candidates(self.cache):
-            if budget == 0 or places <= 0:
-                return
-            if overdue is not None and overdue.order < seq.order:
-                return  # its turn has come: nobody younger goes ahead
+        plan.growth = sum(map(self._growth, self.running))
+        accounts = self.waiting.accounts
+        if len(accounts) > 1:
+            self._survey(accounts)
+            plan.width = max(1, WINDOW // len(accounts))
+        for batch in (False, True):
+            lane = {account for account in accounts if account.batch is batch}
+            while lane:
+                account = self.fairness.next_to_start(lane)
+                if not self._take_turn(account, plan, alone=len(lane) == 1):
+                    lane.discard(account)
+                if plan.places <= 0 or any(other.passed >= MAX_PASSES for other in plan.short):
+                    return
+            if plan.short:
+                return  # batch work takes no room that others wait for
+
+    def _survey(self, accounts: list[Account]) -> None:
+        """See how many prompt tokens each tenant's running sequences have yet to compute."""
+        for account in accounts:
+            account.committed = 0
+        for seq in self.running:
+            seq.request.account.committed = 0
+        for seq in self.running:
+            seq.request.account.committed += max(0, len(seq.request.prompt_ids) - seq.high)
+
+    def _take_turn(self, account: Account, plan: Plan, *, alone: bool) -> bool:
+        """Start sequences of one account until it has had a quantum or has none left to try.
+
+        Returns whether it may have more to start in this step.
+        """
+        queue = self.waiting.queue(account)
+        if queue is None or self._tokens_ahead(account, plan) >= plan.budget:
+            return False
+        tries = plan.tries.get(account)
+        if tries is None:
+            width = min(plan.width, plan.looks)
+            plan.looks -= min(width, len(queue.sequences))
+            tries = plan.tries[account] = iter(queue.candidates(self.cache, width))
+        most = account.admission_level + self.fairness.quantum
+        priority: int | None = None
+        barrier: Sequence | None = None
+        for seq, cached in tries:
+            if seq.priority != priority:
+                priority, barrier = seq.priority, queue.barrier(seq.priority)
+            if barrier is not None and barrier.order < seq.order:
+                continue  # its turn has come: nobody younger goes ahead
+            if not self.fairness.has_place(account, 1 + seq.request.unborn):
+                return False
             if self._share and self._leader(seq, cached) is not None:
                 continue
-            table = self._try_open(seq, cached, growth, places)
+            table = self._open(seq, cached, plan)
             if table is None:
+                if account not in plan.short:
+                    plan.short.append(account)
                 continue
             self.waiting.remove(seq)
             self._start(seq, table)
-            self.waiting.note_admitted(seq)
-            overdue = self.waiting.overdue
-            places -= 1 + seq.request.unborn
-            budget -= self._reserve(seq, min(seq.remaining, budget), works)
-            if seq.table is not None:
-                growth += self._growth(seq)
+            queue.note_admitted(seq)
+            priority = None
+            plan.places -= 1 + seq.request.unborn
+            plan.growth += self._growth(seq)
+            plan.prompts.setdefault(account, []).append(seq)
+            self.fairness.note_start(account, max(0, len(seq.request.prompt_ids) - seq.high))
+            for other in plan.short:
+                other.passed += other is not account
+            if any(other.passed >= MAX_PASSES for other in plan.short):
+                return True
+            if plan.places <= 0 or self._tokens_ahead(account, plan) >= plan.budget:
+                return False
+            if not alone and account.admission_level >= most:
+                return True
+        return False
 
-    def _try_open(self, seq: Sequence, cached: int, growth: int, places: int) -> BlockTable | None:
+    def _tokens_ahead(self, account: Account, plan: Plan) -> int:
+        """Prompt tokens to be computed before those of a sequence that would start now."""
+        return sum(
+            seq.remaining
+            for other, prompts in plan.prompts.items()
+            if other is account or self.fairness.is_ahead(other, account)
+            for seq in prompts
+        )
+
+    def _free_places(self) -> int:
+        return self._max_num_seqs - sum(1 + seq.request.unborn for seq in self.running)
+
+    def _open(self, seq: Sequence, cached: int, plan: Plan) -> BlockTable | None:
+        """Open a table for ``seq`` if there is room; batch work may have to make some."""
+        if seq.request.origin.batch:
+            return self._try_open(seq, cached, plan) if self._batch_may(seq) else None
+        table = self._try_open(seq, cached, plan)
+        while table is None and self._shed_batch(plan):
+            table = self._try_open(seq, cached, plan)
+        return table
+
+    def _try_open(self, seq: Sequence, cached: int, plan: Plan) -> BlockTable | None:
         """Acquire what is cached of ``seq`` if there is room for the rest; None, and nothing held,
         if there is not."""
-        cache, request = self.cache, seq.request
+        cache, request, growth = self.cache, seq.request, plan.growth
         alone = not self.running
         if not alone and (
-            1 + request.unborn > places
+            1 + request.unborn > plan.places
             or cache.available - growth < blocks_for(seq.num_tokens - cached, cache.block_size)
         ):
             return None
@@ -199,7 +374,7 @@ class Scheduler:
         for limit in limits:
             lease = cache.acquire(
                 request.identity,
-                bytes(seq.tokens),
+                seq.key,
                 max_cached=limit,
                 resumed=request.cached_tokens is not None,
             )
@@ -221,10 +396,33 @@ class Scheduler:
     def _growth(self, seq: Sequence) -> int:
         return projected_growth(seq, self._lookahead_tokens, self.cache.block_size)
 
-    def _start(self, seq: Sequence, table: BlockTable) -> None:
-        seq.table = table
-        at = len(self.running)
-        while at and self.running[at - 1].order > seq.order:
-            at -= 1
-        self.running.insert(at, seq)
-        self._counters.note_start(seq)
+    # -- batch work --------------------------------------------------------------------------------
+
+    def _batch_may(self, seq: Sequence) -> bool:
+        """Whether batch work stays inside its share with ``seq``; one sequence may always run."""
+        running = list(self._running_batch())
+        places = sum(1 + other.request.unborn for other in running) + 1 + seq.request.unborn
+        blocks = self._blocks_of(running) + sum(map(self._growth, running))
+        blocks += blocks_for(seq.num_tokens + seq.request.unborn, self.cache.block_size)
+        inside = places <= self._batch_places and blocks <= self._batch_blocks
+        return inside or not self.running
+
+    def _shed_batch(self, plan: Plan) -> bool:
+        """Preempt the latest batch request if batch work is beyond its share; tell if it was."""
+        running = list(self._running_batch())
+        places = sum(1 + seq.request.unborn for seq in running)
+        if places <= self._batch_places and self._blocks_of(running) <= self._batch_blocks:
+            return False
+        last = running[0].request
+        for seq in [seq for seq in running if seq.request is last]:
+            self._preempt(seq, plan)
+        plan.places = self._free_places()
+        plan.growth = sum(map(self._growth, self.running))
+        return True
+
+    def _running_batch(self) -> Iterator[Sequence]:
+        """The running batch sequences, youngest first."""
+        return itertools.takewhile(lambda seq: seq.request.origin.batch, reversed(self.running))
+
+    def _blocks_of(self, sequences: list[Sequence]) -> int:
+        return sum(seq.table.num_blocks for seq in sequences if seq.table is not None)

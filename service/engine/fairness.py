@@ -1,0 +1,250 @@
+"""Whose turn it is among tenants: deficit longest-prefix-match.
+
+Knows tenants, weights and tokens; nothing of sequences, blocks or time.
+
+A tenant's *level* is what it has been served (prompt tokens computed, answer tokens drawn) and what
+its admitted prompts will still be, divided by its weight. The tenant of the lowest level that waits
+starts sequences next, longest cached prefix first, until a *quantum* of tokens is used up; a cached
+token costs nothing, so what can share goes ahead inside its tenant and pays for nobody else's
+misses ("Locality-aware Fair Scheduling in LLM Serving", 2025). That is deficit round robin
+(Shreedhar & Varghese, 1995) with the deficits written as levels, so that no round has to be walked:
+
+    floor                 floor + quantum
+      |  the lowest level     |
+      |  that waits           |            credit = (floor + quantum - level) * weight
+
+    A tenant that comes back is lifted to the floor: nobody saves up more than one quantum.
+    What it had while nobody waited counts up to the floor + quantum: nobody pays for idle hours.
+    Of two that wait all the time neither is ahead by more than a quantum, one prompt and what its
+    running sequences say between two admissions; so what they are served converges to the weights.
+
+The tokens of a step are shared out by the same rule with levels of their own (*ran*: all that was
+computed, charged when it is), or a tenant whose long prompts were all admitted while it was alone
+would keep every step to itself. Interactive work and batch work are counted apart, as two lanes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from radixkv.errors import InvalidConfig
+
+MAX_PASSES = 16
+"""Admissions of others before a tenant that has the turn and no room for its next sequence; then
+nobody starts until it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """What one tenant may have of an engine; None of a limit is the engine's own."""
+
+    weight: float = 1.0
+    """Its part of the compute beside the others', when there is not enough for all."""
+    max_running: int | None = None
+    """Choices that run at once; a single request with more than that runs alone."""
+    max_waiting: int | None = None
+    """Choices in flight beyond those that may run at once."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.weight, (int, float)) and 1e-3 <= self.weight <= 1e3):
+            raise InvalidConfig(f"weight is {self.weight!r}; wanted 0.001 to 1000")
+        for name, low in (("max_running", 1), ("max_waiting", 0)):
+            value = getattr(self, name)
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < low
+            ):
+                raise InvalidConfig(f"{name} is {value!r}; wanted a whole number from {low} on")
+
+
+DEFAULT_SHARE = TenantShare()
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One tenant's interactive or batch work: what it has, what it had, and what that means."""
+
+    tenant: str
+    batch: bool
+    share: TenantShare
+
+    # How things stand: see the module.
+    level: float = 0.0
+    ran: float = 0.0
+    started: int = 0
+    """Which of all admissions its last one was."""
+    stepped: int = 0
+    """Which of all settlements its last one was."""
+    passed: int = 0
+    """Admissions of others since it had the turn and no room."""
+    committed: int = 0
+    """Prompt tokens of its running sequences that are yet to be computed, as of the last survey."""
+    step_tokens: int = 0
+    """Tokens computed since they were last settled."""
+    charged: int = 0
+    """Of ``cost``, what is in the level."""
+
+    # Now.
+    num_waiting: int = 0
+    num_running: int = 0
+    places: int = 0
+    """``num_running`` and the choices that are yet to be born."""
+
+    # Since the start.
+    requests: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_found_later: int = 0
+    prompt_tokens_computed: int = 0
+    recomputed_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it is charged for. What a preemption made it compute again is not its doing,
+        and free."""
+        return self.prompt_tokens_computed + self.generation_tokens
+
+    @property
+    def admission_level(self) -> float:
+        """``level`` and what it is committed to."""
+        return self.level + self.committed / self.share.weight
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The lowest levels among those that compete for interactive, or for batch work."""
+
+    level: float = 0.0
+    ran: float = 0.0
+
+
+@dataclass(slots=True)
+class Fairness:
+    """The accounts of all tenants, two each. Used by the engine thread only."""
+
+    quantum: int
+    """Tokens per unit of weight."""
+    changed: set[Account] = field(default_factory=set)
+    """Accounts of which a number is new; whoever shows them empties it."""
+    _accounts: dict[tuple[str, bool], Account] = field(default_factory=dict)
+    _shares: dict[str, TenantShare] = field(default_factory=dict)
+    _lanes: tuple[_Lane, _Lane] = field(default_factory=lambda: (_Lane(), _Lane()))
+    _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def account(self, tenant: str, batch: bool = False) -> Account:
+        """Return the account of a tenant's interactive or batch work, opened if need be."""
+        account = self._accounts.get((tenant, batch))
+        if account is None:
+            account = Account(tenant, batch, self._shares.get(tenant, DEFAULT_SHARE))
+            self._accounts[tenant, batch] = account
+        return account
+
+    def of(self, tenant: str) -> list[Account]:
+        """Return the accounts that a tenant has."""
+        both = (self._accounts.get((tenant, batch)) for batch in (False, True))
+        return [account for account in both if account is not None]
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts.values())
+
+    def set_share(self, tenant: str, share: TenantShare) -> None:
+        """Give ``tenant`` another share from now on; what it had stays charged as it was."""
+        self._shares[tenant] = share
+        for account in self.of(tenant):
+            account.share = share
+
+    def clear(self) -> None:
+        """Close all accounts, which nobody may be using; shares stay as they are."""
+        self._accounts.clear()
+        self.changed.clear()
+        self._lanes = (_Lane(), _Lane())
+
+    def has_place(self, account: Account, num_choices: int) -> bool:
+        """Tell whether the tenant's own limit lets ``num_choices`` more run; the first always."""
+        limit = account.share.max_running
+        if limit is None:
+            return True
+        taken = sum(other.places for other in self.of(account.tenant))
+        return not taken or taken + num_choices <= limit
+
+    # -- who starts next ---------------------------------------------------------------------------
+
+    def next_to_start(self, waiting: Collection[Account]) -> Account:
+        """Return whose turn it is among accounts of one lane, whose commitments are known.
+
+        Who was passed too often goes first, then the lowest level, then who started longest ago.
+        """
+        if len(waiting) == 1:  # nobody to compare with, so its commitments need not be known
+            (account,) = waiting
+            lane = self._lanes[account.batch]
+            lane.level = account.level = max(lane.level, account.level)
+            return account
+        for account in waiting:
+            self._lift(account)
+        lowest = min(waiting, key=lambda a: (a.passed < MAX_PASSES, a.admission_level, a.started))
+        lane = self._lanes[lowest.batch]
+        lane.level = max(lane.level, min(a.admission_level for a in waiting))
+        return lowest
+
+    def _lift(self, account: Account) -> None:
+        behind = self._lanes[account.batch].level - account.admission_level
+        if behind > 0:
+            account.level += behind
+
+    def note_start(self, account: Account, num_tokens: int) -> None:
+        """``account`` has started a sequence with ``num_tokens`` of its prompt to compute."""
+        account.committed += num_tokens
+        account.started = next(self._serial)
+        account.passed = 0
+
+    # -- whose tokens are computed first -----------------------------------------------------------
+
+    def compute_order(self, accounts: Iterable[Account]) -> list[Account]:
+        """Return accounts that have prompts to compute, in the order in which to do so.
+
+        Interactive ones first; then who ran least for its weight, then who ran longest ago.
+        """
+        competing = list(accounts)
+        if len(competing) < 2:
+            return competing
+        for lane, batch in zip(self._lanes, (False, True), strict=True):
+            mine = [account for account in competing if account.batch is batch]
+            if mine:
+                lane.ran = max(lane.ran, min(account.ran for account in mine))
+                for account in mine:
+                    account.ran = max(account.ran, lane.ran)
+        competing.sort(key=lambda a: (a.batch, a.ran, a.stepped))
+        return competing
+
+    def is_ahead(self, other: Account, account: Account) -> bool:
+        """Tell whether prompts of ``other`` are computed before those of ``account``."""
+        if other.batch is not account.batch:
+            return account.batch
+        floor = self._lanes[account.batch].ran
+        mine = (max(account.ran, floor), account.stepped)
+        return (max(other.ran, floor), other.stepped) <= mine
+
+    # -- what it cost ------------------------------------------------------------------------------
+
+    def settle(self, *, contended: bool) -> None:
+        """Charge what the changed accounts had since the last time.
+
+        ``contended``: somebody waited, or would have used what another had.
+        """
+        now = next(self._serial)
+        for account in self.changed:
+            lane, weight, cost = self._lanes[account.batch], account.share.weight, account.cost
+            most = math.inf if contended else self.quantum
+            if cost != account.charged:
+                level = account.level + (cost - account.charged) / weight
+                account.level = min(level, max(account.level, lane.level + most))
+                account.charged = cost
+            if account.step_tokens:
+                ran = account.ran + account.step_tokens / weight
+                account.ran = min(ran, max(account.ran, lane.ran + most))
+                account.step_tokens = 0
+                account.stepped = now
