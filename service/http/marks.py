@@ -73,6 +73,9 @@ class CacheOptions(Strict):
         description="`implicit` (default) adds one breakpoint, at the end of the last message.",
     )
     ttl: Ttl | None = Field(None, description="Since the last use; default 30m.")
+    comparison_response_id: str | None = Field(
+        None, max_length=128, description="An earlier answer that misses are explained against."
+    )
 
 
 class AutomaticFields(Strict):
