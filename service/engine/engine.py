@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
+from radixkv.service.engine.fairness import DEFAULT_SHARE, TenantShare
 from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.keeping import Keeper
 from radixkv.service.engine.loading import LoadedModel
@@ -103,6 +105,8 @@ class Engine:
         self._arrivals = itertools.count()
         self._changed = threading.Condition()
         self._in_flight = 0  # choices of requests that are not finished
+        self._in_flight_of: Counter[str] = Counter()  # the same by tenant
+        self._shares: dict[str, TenantShare] = {}
         self._draining = False
         self._core.start()
 
@@ -260,7 +264,7 @@ class Engine:
         """
         self._prompting.check_ids(prompt_token_ids, param)
         max_tokens = self._capacity.max_tokens(len(prompt_token_ids), params, param=param)
-        self._enter(params.n)
+        self._enter(params.n, origin.tenant)
         try:
             stream = Stream(
                 request_id or f"req-{uuid.uuid4().hex}",
@@ -268,7 +272,7 @@ class Engine:
                 params.n,
                 deterministic=self.config.deterministic,
                 abort=self._core.abort,
-                done=self._leave,
+                done=partial(self._leave, origin.tenant),
             )
             request = Request(
                 id=stream.request_id,
@@ -291,7 +295,7 @@ class Engine:
             request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
             self._core.submit(request)
         except BaseException:
-            self._leave(params.n)
+            self._leave(origin.tenant, params.n)
             raise
         return stream
 
@@ -321,6 +325,13 @@ class Engine:
             self._core.clear_counters()
 
         self._core.call(forget).result()
+
+    def set_tenant_share(self, tenant: str, share: TenantShare) -> None:
+        """Give ``tenant`` (``Origin.tenant``) a weight and limits, for what is submitted from now
+        on and for what waits. Never blocks; takes effect within one step."""
+        with self._changed:
+            self._shares[tenant] = share
+        self._core.set_tenant(tenant, share)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights in place, between two steps; cached KV of the old ones is not used again.
@@ -411,7 +422,7 @@ class Engine:
         ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         return self.submit(ids, sampling_params(sampling), origin=origin, param=param)
 
-    def _enter(self, num_choices: int) -> None:
+    def _enter(self, num_choices: int, tenant: str) -> None:
         limit = self.config.max_num_seqs + self.config.max_queue
         with self._changed:
             if self._draining:
@@ -422,9 +433,23 @@ class Engine:
                     f"{self._in_flight} choices run or wait, and {limit} may; try again later",
                     retry_after_s=1,
                 )
+            share, mine = self._shares.get(tenant, DEFAULT_SHARE), self._in_flight_of[tenant]
+            if mine and share.max_waiting is not None:
+                running = share.max_running or self.config.max_num_seqs
+                if mine + num_choices > running + share.max_waiting:
+                    self._core.counters.rejected += 1
+                    raise Overloaded(
+                        f"your limits are max_running {running} and max_waiting "
+                        f"{share.max_waiting}: {mine} choices run or wait; try again later",
+                        retry_after_s=1,
+                    )
             self._in_flight += num_choices
+            self._in_flight_of[tenant] += num_choices
 
-    def _leave(self, num_choices: int) -> None:
+    def _leave(self, tenant: str, num_choices: int) -> None:
         with self._changed:
             self._in_flight -= num_choices
+            self._in_flight_of[tenant] -= num_choices
+            if not self._in_flight_of[tenant]:
+                del self._in_flight_of[tenant]
             self._changed.notify_all()
