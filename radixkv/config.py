@@ -47,6 +47,12 @@ class EngineConfig:
     lookahead_tokens: int = 64
     """Growth of each running sequence that an admission leaves room for; fewer packs the memory
     more tightly and preempts more often."""
+    batch_share: float = 0.75
+    """Part of the places and of the blocks that batch work may take, 0 to 1; the rest is kept free
+    for whoever waits for an answer."""
+    swap_memory: int = 256 * 2**20
+    """Bytes of host memory for the KV of preempted sequences, where copying it back takes less time
+    than computing it again; 0 always computes again."""
     dtype: str = "auto"
     """``auto`` is bfloat16 where the device has bf16 matrix units, float32 elsewhere."""
     max_model_len: int | None = None
@@ -78,8 +84,11 @@ class EngineConfig:
             ("max_num_seqs", 1, 4096),
             ("max_queue", 0, 2**20),
             ("lookahead_tokens", 0, 2**20),
+            ("swap_memory", 0, 2**50),
         ):
             _expect_int(name, getattr(self, name), low, high)
+        if not 0 <= self.batch_share <= 1:
+            raise InvalidConfig(f"batch_share is {self.batch_share!r}; wanted 0 to 1")
         if self.max_model_len is not None:
             _expect_int("max_model_len", self.max_model_len, 2, 2**24)
         if self.num_threads is not None:

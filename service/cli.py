@@ -124,6 +124,19 @@ def serve(
     max_num_seqs: Annotated[
         int | None, _option(_LIMITS, "Sequences that run at once; default 64.")
     ] = None,
+    batch_share: Annotated[
+        float | None,
+        _option(
+            _LIMITS, "Part of places and blocks that batch work may take, 0 to 1; default 0.75."
+        ),
+    ] = None,
+    swap_memory: Annotated[
+        str | None,
+        _option(
+            _LIMITS,
+            "Host memory for the KV of preempted requests, such as 1GiB; default 256MiB, 0 is off.",
+        ),
+    ] = None,
     max_queue: Annotated[
         int | None, _option(_LIMITS, "Choices that may wait; more get a 429. Default 1024.")
     ] = None,

@@ -18,7 +18,7 @@ from typing import Any
 from radixkv.config import EngineConfig, ServerConfig, parse_bytes
 from radixkv.errors import InvalidConfig
 
-_SIZES = ("kv_memory", "max_body")
+_SIZES = ("kv_memory", "swap_memory", "max_body")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "text"),
     "str | None": ((str,), "text"),

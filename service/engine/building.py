@@ -24,8 +24,9 @@ def settings_of(
     for name in settings:
         if name not in known:
             raise InvalidConfig(f"{name} is no setting; known: {', '.join(known)}")
-    if "kv_memory" in settings:
-        settings["kv_memory"] = parse_bytes(settings["kv_memory"], "kv_memory")
+    for name in ("kv_memory", "swap_memory"):
+        if name in settings:
+            settings[name] = parse_bytes(settings[name], name)
     if model is not None:
         settings["model"] = model.name if isinstance(model, LoadedModel) else model
     return replace(config or EngineConfig(), **settings)
