@@ -130,7 +130,7 @@ class CacheEvents:
         seen = self._seen
         now = {
             account.tenant: _Seen(account.blocks, account.suffered, account.pinned)
-            for account in getattr(cache, "accounts", ())
+            for account in cache.accounts
             if account.tenant is not None
         }
         self._seen = now

@@ -255,10 +255,12 @@ class Engine:
         origin: Origin = LOCAL,
         param: str = "prompt",
         keeps: Sequence[Keep] = (),
+        explain: bool = False,
     ) -> Stream:
         """Queue a request; never blocks. ``param`` is the name that errors give the prompt.
 
         ``keeps`` are pinned once the prompt is computed; ``Stream.kept`` says what was granted.
+        ``explain``: say in ``Stream.explained`` why not all of the prompt was cached.
         Raises InvalidRequest, ContextTooLong, NeverFits, Overloaded or EngineDead, and then nothing
         is queued.
         """
@@ -274,6 +276,7 @@ class Engine:
                 abort=self._core.abort,
                 done=partial(self._leave, origin.tenant),
             )
+            stream.explain = explain
             request = Request(
                 id=stream.request_id,
                 arrival=next(self._arrivals),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from radixkv.service.engine import request as requests
     from radixkv.service.engine.scheduler import Scheduler
 
+SIBLING_TOKENS: Final = 2048
+"""Tokens of what is resident instead that are handed out, to be read for causes."""
 IN_FLIGHT: Final = "in_flight"
 """A running request is computing these tokens now."""
 NO_ROOM: Final = "no_room"
@@ -63,7 +65,7 @@ def explain(
     cache, num_tokens = scheduler.cache, len(tokens) // 4
     if not may_read:
         return _nothing(identity, num_tokens, {DISABLED: num_tokens})
-    found = cache.explain(identity, tokens)
+    found = cache.explain(identity, tokens, context=SIBLING_TOKENS)
     reasons = dict(found.reasons)
     resident = found.resident_tokens
     if not scheduler.running:
@@ -88,7 +90,7 @@ def explain_admission(
     num_tokens = sequence.num_tokens
     if not request.may_read_cache:
         return _nothing(request.identity, num_tokens, {DISABLED: num_tokens})
-    found = scheduler.cache.explain(request.identity, tokens)
+    found = scheduler.cache.explain(request.identity, tokens, context=SIBLING_TOKENS)
     reasons, resident = dict(found.reasons), found.resident_tokens
     if found_tokens < resident:
         reasons[NO_ROOM] = reasons.get(NO_ROOM, 0) + resident - found_tokens
@@ -134,12 +136,12 @@ def _usable(cache: PrefixCache, identity: CacheIdentity, tokens: bytes, resident
     rather than wait (``Scheduler._try_open``). It can only matter in a pool that is nearly full of
     what cannot be evicted, or hardly larger than the prompt.
     """
-    size = cache.block_size
+    size, tenant = cache.block_size, identity.namespace.tenant
     need = blocks_for(len(tokens) // 4, size)
-    if cache.available > need:  # one more than needed: room for the source of a copy
+    if cache.available_to(tenant) > need:  # one more than needed: room for the source of a copy
         return resident
     for limit in (resident, resident - resident % size):
-        room = cache.available - _newly_held(cache, identity, tokens, limit)
+        room = cache.available_to(tenant) - _newly_held(cache, identity, tokens, limit)
         if room >= need - limit // size:
             return limit
     return 0

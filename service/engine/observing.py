@@ -83,7 +83,7 @@ class Observer:
         if now_s - self._looked_s < _EVERY_S:
             return
         self._looked_s, self._evicted_blocks = now_s, evicted
-        for account in getattr(cache, "accounts", ()):
+        for account in cache.accounts:
             if account.tenant is None:
                 continue
             before = self._evicted.setdefault(account.tenant, _Evicted())

@@ -31,6 +31,7 @@ from radixkv.service.engine.admission import (
     projected_growth,
 )
 from radixkv.service.engine.counters import Counters
+from radixkv.service.engine.explaining import explain_admission
 from radixkv.service.engine.fairness import MAX_PASSES, Account, Fairness, TenantShare
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.waiting import WINDOW, Waiting
@@ -244,6 +245,9 @@ class Scheduler:
             at -= 1
         self.running.insert(at, seq)
         self._counters.note_start(seq)
+        stream = seq.request.stream
+        if stream.explain and stream.explained is None:
+            stream.explained = explain_admission(self, seq, table.cached_tokens)
 
     def _stop(self, seq: Sequence) -> None:
         """Let the blocks of ``seq`` go; it runs no more."""

@@ -10,9 +10,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from radixkv.service.engine.keep import Kept
 from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.explaining import Explained
 
 
 class Stream:
@@ -39,6 +43,9 @@ class Stream:
         self.usage = Usage(len(self.prompt_token_ids), 0, 0)
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.kept: tuple[Kept, ...] = ()
+        self.explain = False
+        self.explained: Explained | None = None
+        """Why not all of the prompt was cached, as of its admission; only if ``explain`` is set."""
         self.arrived_s = time.monotonic()
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None

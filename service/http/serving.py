@@ -203,6 +203,7 @@ class Serving:
         origin: Origin,
         param: str,
         keeps: Sequence[Keep] = (),
+        explain: bool = False,
     ) -> Stream:
         """Queue one prompt; raises what ``Engine.submit`` raises. To be used inside ``running``."""
         if self.draining:
@@ -213,7 +214,13 @@ class Serving:
         line.num_paid = max(0, line.num_paid - 1)
         try:
             stream = self.engine.submit(
-                token_ids, params, request_id=request_id, origin=origin, param=param, keeps=keeps
+                token_ids,
+                params,
+                request_id=request_id,
+                origin=origin,
+                param=param,
+                keeps=keeps,
+                explain=explain,
             )
         except BaseException as e:
             if caller.limits is not None:
