@@ -5,15 +5,20 @@ Knows what a roster promises and what a pool holds; nothing of keys or requests.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.errors import InvalidConfig
+from radixkv.errors import EngineDead, InvalidConfig
+from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.tenants import Tenant
 
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
+
+LOG = logging.getLogger("radixkv.tenants")
 
 
 class Shares:
@@ -21,14 +26,28 @@ class Shares:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._known: set[str] = set()
 
     def use(self, tenants: Mapping[str, Tenant]) -> None:
-        """Take ``tenants`` into use; raises InvalidConfig, and then nothing has changed."""
-        claims_on(
+        """Take ``tenants`` into use; never waits. Raises InvalidConfig, and then nothing changed.
+
+        A tenant that is gone keeps nothing: what it had cached is the first to go.
+        """
+        claims = claims_on(
             tenants,
             num_blocks=self._engine.stats().num_blocks,
             bytes_per_block=self._engine.bytes_per_block,
         )
+        gone = self._known - set(tenants)
+        for name, tenant in tenants.items():
+            share = TenantShare(tenant.weight, max_running=tenant.max_concurrent)
+            self._engine.set_tenant_share(name, share)
+        for name in gone:
+            self._engine.set_tenant_share(name, TenantShare())
+        blocks = {name: (claim.quota, claim.floor) for name, claim in claims.items()}
+        blocks |= dict.fromkeys(gone, (0, 0))
+        self._engine.set_cache_shares(blocks).add_done_callback(_log_failure)
+        self._known |= set(tenants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +86,9 @@ def claims_on(
             f"has {num_blocks}; lower them, or give the server more --kv-memory"
         )
     return claims
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None and not isinstance(error, EngineDead):
+        LOG.error("the tenants' shares of the cache could not be set: %s", error)

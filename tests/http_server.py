@@ -14,6 +14,7 @@ import openai
 
 from radixkv.service.engine.engine import Engine
 from radixkv.service.engine.loading import LoadedModel
+from radixkv.service.http.auth import Gate
 from radixkv.service.http.server import HttpServer, bind
 from radixkv.service.http.serving import Serving
 from tests import tiny_models
@@ -33,11 +34,13 @@ def build_engine(**settings: Any) -> Engine:
 class RunningServer:
     """A server on its own event loop and thread; tests talk to it over its socket."""
 
-    def __init__(self, engine: Engine | None, *, max_body: int, ping_s: float) -> None:
+    def __init__(
+        self, engine: Engine | None, *, max_body: int, ping_s: float, gate: Gate | None = None
+    ) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.serving, self.server = self.run(self._start(engine, max_body, ping_s))
+        self.serving, self.server = self.run(self._start(engine, max_body, ping_s, gate))
         self.url = self.server.url
 
     @property
@@ -46,9 +49,9 @@ class RunningServer:
         return self.serving.engine
 
     async def _start(
-        self, engine: Engine | None, max_body: int, ping_s: float
+        self, engine: Engine | None, max_body: int, ping_s: float, gate: Gate | None
     ) -> tuple[Serving, HttpServer]:
-        serving = Serving(ping_s=ping_s, vllm_metric_names=True)
+        serving = Serving(ping_s=ping_s, vllm_metric_names=True, gate=gate)
         server = HttpServer(serving, bind("127.0.0.1", 0), max_body=max_body)
         await server.start()
         if engine is not None:
@@ -70,10 +73,10 @@ class RunningServer:
         self._thread.join(WAIT_S)
         self.loop.close()
 
-    def client(self) -> openai.OpenAI:
+    def client(self, api_key: str = "none") -> openai.OpenAI:
         """Return OpenAI's own client for it."""
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=WAIT_S
         )
 
     def ask(
@@ -130,11 +133,11 @@ def parse_events(text: str) -> list[Any]:
 
 @contextmanager
 def running_server(
-    *, max_body: int = 2**20, ping_s: float = 15.0, **settings: Any
+    *, max_body: int = 2**20, ping_s: float = 15.0, gate: Gate | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
-    """Serve a fresh tiny engine with these settings."""
+    """Serve a fresh tiny engine with these settings; ``gate``: to whom."""
     with build_engine(**settings) as engine:
-        server = RunningServer(engine, max_body=max_body, ping_s=ping_s)
+        server = RunningServer(engine, max_body=max_body, ping_s=ping_s, gate=gate)
         try:
             yield server
         finally:
