@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from radixkv.service.http.anthropic import count_tokens, create_message
 from radixkv.service.http.auth import add_limit_headers, authenticating
-from radixkv.service.http.cache_api import cache_reset, cache_stats
+from radixkv.service.http.cache_api import cache_reset
+from radixkv.service.http.cache_events import LISTENERS, cache_events, end_listening
+from radixkv.service.http.cache_explain import cache_explain
+from radixkv.service.http.cache_stats import cache_stats
 from radixkv.service.http.chat import chat_completions
 from radixkv.service.http.completions import completions
+from radixkv.service.http.diagnostics import PromptMemory
 from radixkv.service.http.errors import errors_to_json
+from radixkv.service.http.extras import PROMPTS
 from radixkv.service.http.guard import answer_expect, only_loopback_names
 from radixkv.service.http.models import health, list_models, load, metrics, one_model, version
 from radixkv.service.http.observe import add_headers, observing
@@ -33,6 +40,9 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
     middlewares.append(authenticating(serving.gate, serving.metrics.tenants))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     app[SERVING] = serving
+    app[PROMPTS] = PromptMemory()
+    app[LISTENERS] = defaultdict(set)
+    app.on_shutdown.append(end_listening)
     app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(add_limit_headers)
     app.add_routes(
@@ -46,6 +56,8 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _post("/tokenize", tokenize),
             _post("/detokenize", detokenize),
             _get("/v1/cache/stats", cache_stats),
+            _post("/v1/cache/explain", cache_explain),
+            _get("/v1/cache/events", cache_events),
             _post("/v1/cache/reset", cache_reset),
             _post("/reset_prefix_cache", cache_reset),
             _get("/health", health),

@@ -12,6 +12,7 @@ from aiohttp import web
 from radixkv.service.engine.params import Delta, Generation
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, send_events
+from radixkv.service.http.extras import Extras
 from radixkv.service.http.logprobs import chat_logprobs, prompt_logprobs
 from radixkv.service.http.replies import (
     ChatChoice,
@@ -39,6 +40,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     serving.check_length("".join(str(m.content) for m in body.messages), "messages")
     token_ids, keeps = await serving.render_marked(body.messages, body.rendering(), body.marks())
     answer = _Answer(serving, body)
+    extras = Extras.of_chat(request, body, answer.id)
     with serving.running(request):
         stream = serving.submit(
             request,
@@ -48,10 +50,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             origin=body.origin(request),
             param="messages",
             keeps=keeps,
+            explain=extras.explain,
         )
         if body.stream:
-            return await send_events(request, serving, lambda events: answer.send(events, stream))
-        return json_reply(answer.whole(await stream.aresult()))
+            return await send_events(
+                request, serving, lambda events: answer.send(events, stream, extras)
+            )
+        reply = answer.whole(await stream.aresult())
+        reply.update(await extras.parts([stream]))
+        return json_reply(reply)
 
 
 class _Answer:
@@ -95,7 +102,7 @@ class _Answer:
             reply["prompt_token_ids"] = list(generation.prompt_token_ids)
         return reply
 
-    async def send(self, events: EventStream, stream: Stream) -> None:
+    async def send(self, events: EventStream, stream: Stream, extras: Extras) -> None:
         """Write the answer as events."""
         begun: set[int] = set()
         async with aclosing(deltas_of([stream], self._serving.metrics)) as deltas:
@@ -104,6 +111,8 @@ class _Answer:
                     first = self._chunk([_part(index, {"role": "assistant", "content": ""})])
                     if self._body.return_token_ids and not begun:
                         first["prompt_token_ids"] = list(stream.prompt_token_ids)
+                    if not begun:
+                        first.update(await extras.parts([stream]))
                     begun.add(index)
                     await events.send(first)
                 await events.send(self._chunk([self._delta(index, delta)]))

@@ -17,6 +17,7 @@ from aiohttp import web
 from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogprob, Usage
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, gather, send_events
+from radixkv.service.http.extras import ExtraParts, Extras
 from radixkv.service.http.logprobs import TextOffsets, echoed_logprobs, joined, prompt_logprobs
 from radixkv.service.http.replies import (
     CompletionReply,
@@ -46,6 +47,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body.prompts, add_special_tokens=body.add_special_tokens is not False
     )
     answer = _Answer(serving, body)
+    extras = Extras.of_completion(request, body, answer.id)
     if body.echo:
         answer.echoes = await serving.detokenize(body.prompts)
     with serving.running(request):
@@ -62,11 +64,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
                     request_id=f"{answer.id}-{i}",
                     origin=body.origin(request),
                     param="prompt",
+                    explain=extras.explain,
                 )
             )
         if body.stream:
-            return await send_events(request, serving, lambda events: answer.send(events, streams))
-        return json_reply(answer.whole(await gather(streams)))
+            return await send_events(
+                request, serving, lambda events: answer.send(events, streams, extras)
+            )
+        reply = answer.whole(await gather(streams))
+        reply.update(await extras.parts(streams))
+        return json_reply(reply)
 
 
 class _Answer:
@@ -76,6 +83,8 @@ class _Answer:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self.echoes: list[str] = []
         """The text of each prompt, if it is to be echoed."""
+        self._extra: ExtraParts = {}
+        """What the next chunk is to carry beside its choices."""
         self._created = int(time.time())
         self._serving = serving
         self._body = body
@@ -94,11 +103,13 @@ class _Answer:
         reply["radixkv"] = radixkv_reply(*generations)
         return reply
 
-    async def send(self, events: EventStream, streams: Sequence[Stream]) -> None:
+    async def send(self, events: EventStream, streams: Sequence[Stream], extras: Extras) -> None:
         """Write the answer as events."""
         offsets: dict[int, TextOffsets] = {}
         async with aclosing(deltas_of(streams, self._serving.metrics)) as deltas:
             async for index, delta in deltas:
+                if not offsets:
+                    self._extra = await extras.parts(streams)
                 if index not in offsets:
                     stream = streams[index // self._n]
                     echo = self._echo(index // self._n)
@@ -195,4 +206,7 @@ class _Answer:
         }
         if self._body.include_usage and self._body.stream:
             chunk["usage"] = None
+        if self._extra:
+            chunk.update(self._extra)
+            self._extra = {}
         return chunk

@@ -1,24 +1,12 @@
-"""The shapes of an explanation on the wire: what asks for one, and what it looks like."""
+"""The shapes of an explanation on the wire."""
 
 from __future__ import annotations
 
 from typing import Literal, NotRequired
 
-from pydantic import Field
 from typing_extensions import TypedDict
 
 from radixkv.service.hints import Cause
-from radixkv.service.http.fields import Strict
-
-
-class RadixKVOptions(Strict):
-    """What an answer is to carry beyond OpenAI's API."""
-
-    explain: bool | None = Field(
-        None,
-        description="Answer `radixkv.explain` too: how much of the prompt was cached and why not "
-        "the rest, as `POST /v1/cache/explain` has it.",
-    )
 
 
 class ResidentReply(TypedDict):

@@ -50,6 +50,16 @@ class StreamOptions(Strict):
     )
 
 
+class RadixKVOptions(Strict):
+    """What an answer is to carry beyond OpenAI's API."""
+
+    explain: bool | None = Field(
+        None,
+        description="Answer `radixkv.explain` too, in a stream with the first event: how much of "
+        "the prompt was cached and why not the rest, as `POST /v1/cache/explain` has it.",
+    )
+
+
 class OriginFields(Strict):
     """What every route that brings a prompt to the engine accepts beside the prompt."""
 
@@ -123,6 +133,7 @@ class GenerationFields(OriginFields):
     return_token_ids: bool | None = Field(
         None, description="Also answer `prompt_token_ids` and each choice's `token_ids`."
     )
+    radixkv: RadixKVOptions | None = None
 
     def common_sampling(self) -> dict[str, Any]:
         """Return the fields that ``SamplingParams`` has by the same name and that were given."""

@@ -17,8 +17,12 @@ import radixkv
 from radixkv.service.http.anthropic_errors import AnthropicError, speaks_anthropic
 from radixkv.service.http.anthropic_replies import MessageEvent, MessageReply, TokenCount
 from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRequest
-from radixkv.service.http.cache_api import CacheResetReply, CacheStatsReply
+from radixkv.service.http.cache_api import CacheResetReply
+from radixkv.service.http.cache_events import DroppedReply, EventReply
+from radixkv.service.http.cache_explain import ExplainRequest
+from radixkv.service.http.cache_stats import CacheStatsReply
 from radixkv.service.http.errors import ErrorReply
+from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.replies import (
     ChatChunk,
     ChatReply,
@@ -58,11 +62,24 @@ _EVENTS = (
     "(`: ping`) in between while nothing happens; `data: [DONE]` last. An error after the start is "
     "one event with an error object, and ends the stream without `[DONE]`."
 )
+_PLAIN_EVENTS = (
+    "Events `data: <JSON>`, each separated by an empty line, for as long as the client listens; "
+    "comments (`: ping`) in between while nothing happens."
+)
 _NAMED_EVENTS = (
     "With `stream: true`: events `event: <type>` and `data: <JSON>`, each separated by an empty "
     "line, from `message_start` to `message_stop`; a comment or a `ping` while nothing happens. An "
     "error after the start is one event `error`, and ends the stream."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A parameter in the query string."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +97,19 @@ class Route:
     events: Any = None
     """What each server-sent event holds, if the answer can be streamed."""
     errors: tuple[int, ...] = (500, 503)
+    query: tuple[Query, ...] = ()
 
+
+_WINDOW = Query(
+    "window",
+    {"type": "string", "examples": ["90s", "5m", "1h"]},
+    "Also show what was counted in this time until now; up to 6h.",
+)
+_BY = Query(
+    "by",
+    {"type": "string", "enum": ["tenant", "identity", "prompt_cache_key"]},
+    "What the window's counts are told apart by; default: tenant.",
+)
 
 ROUTES = (
     Route("post", "/v1/chat/completions", "createChatCompletion", "Answer a chat", "generation",
@@ -100,7 +129,12 @@ ROUTES = (
     Route("post", "/detokenize", "detokenize", "Turn token ids into text", "tokens",
           DetokenizeReply, DetokenizeRequest, errors=_BODY_ERRORS),
     Route("get", "/v1/cache/stats", "cacheStats", "Show what the cache holds and gave", "cache",
-          CacheStatsReply),
+          CacheStatsReply, errors=(400, 500, 503), query=(_WINDOW, _BY)),
+    Route("post", "/v1/cache/explain", "cacheExplain",
+          "Explain what of a prompt is cached, and why not the rest", "cache",
+          ExplainReply, ExplainRequest, errors=_BODY_ERRORS),
+    Route("get", "/v1/cache/events", "cacheEvents", "Hear what happens in the cache", "cache",
+          events=EventReply | DroppedReply, errors=(400, 429, 500, 503)),
     Route("post", "/v1/cache/reset", "cacheReset", "Empty the cache", "cache",
           CacheResetReply, errors=(403, 409, 500, 503)),
     Route("post", "/reset_prefix_cache", "resetPrefixCache", "Empty the cache (vLLM's path)",
@@ -173,14 +207,20 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     headers = {"X-Request-Id": {"$ref": "#/components/headers/RequestId"}}
     anthropic = speaks_anthropic(route.path)
     error = schemas["anthropic_error" if anthropic else "error"]
-    answer: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    answer: dict[str, Any] = {}
     if route.reply is not None:
-        answer = {"application/json": {"schema": schemas["reply", route.name]}}
+        answer["application/json"] = {"schema": schemas["reply", route.name]}
+    elif route.events is None:
+        answer["text/plain"] = {"schema": {"type": "string"}}
     if route.events is not None:
         answer["text/event-stream"] = {
             "schema": {
                 "type": "string",
-                "description": _NAMED_EVENTS if anthropic else _EVENTS,
+                "description": _NAMED_EVENTS
+                if anthropic
+                else _EVENTS
+                if route.body is not None
+                else _PLAIN_EVENTS,
                 "contentMediaType": "application/json",
                 "contentSchema": {"oneOf": [schemas["event", route.name], error]},
             }
@@ -201,10 +241,16 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         "tags": [route.tag],
         "responses": responses,
     }
+    parameters: list[dict[str, Any]] = [
+        {"name": q.name, "in": "query", "schema": q.schema, "description": q.description}
+        for q in route.query
+    ]
     if "{model}" in route.path:
-        operation["parameters"] = [
+        parameters.append(
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        )
+    if parameters:
+        operation["parameters"] = parameters
     if route.body is not None:
         operation["requestBody"] = {
             "required": True,

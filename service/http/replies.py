@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from radixkv.service.engine.params import Generation, Usage
+from radixkv.service.http.diagnostics import OpenAIDiagnostics
+from radixkv.service.http.explain_shapes import ExplainRecord
 
 if TYPE_CHECKING:
     from radixkv.service.engine.stream import Stream
@@ -46,6 +48,7 @@ class RadixKV(TypedDict):
     given_up_tokens: int
     pinned_tokens: NotRequired[int]
     wanted_tokens: NotRequired[int]
+    explain: NotRequired[ExplainRecord]
 
 
 class TopLogprob(TypedDict):
@@ -109,6 +112,7 @@ class ChatReply(TypedDict):
     choices: list[ChatChoice]
     usage: UsageReply
     radixkv: RadixKV
+    prompt_cache_diagnostics: NotRequired[OpenAIDiagnostics]
     prompt_logprobs: NotRequired[PromptLogprobs | None]
     prompt_token_ids: NotRequired[list[int]]
 
@@ -141,6 +145,7 @@ class ChatChunk(TypedDict):
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageReply | None]
     radixkv: NotRequired[RadixKV]
+    prompt_cache_diagnostics: NotRequired[OpenAIDiagnostics]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -176,6 +181,7 @@ class CompletionReply(TypedDict):
     choices: list[TextChoice]
     usage: NotRequired[UsageReply | None]
     radixkv: NotRequired[RadixKV]
+    prompt_cache_diagnostics: NotRequired[OpenAIDiagnostics]
 
 
 class ModelCard(TypedDict):

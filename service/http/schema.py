@@ -55,7 +55,7 @@ class ChatRequest(GenerationFields, ChatFields, CacheFields):
 Prompt = str | list[int]
 
 
-def _prompt_list(value: object) -> object:
+def prompt_list(value: object) -> object:
     """Turn the four shapes of a prompt into a list of prompts."""
     if isinstance(value, str):
         return [value]
@@ -101,7 +101,7 @@ class CompletionRequest(GenerationFields):
     @field_validator("prompt", mode="wrap")
     @classmethod
     def _as_list(cls, value: object, _handler: object) -> object:
-        return _prompt_list(value)
+        return prompt_list(value)
 
     @property
     def prompts(self) -> list[Prompt]:

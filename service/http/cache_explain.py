@@ -1,0 +1,118 @@
+"""POST /v1/cache/explain: what a request with this body would find in the cache, and why not more.
+
+Nothing is run, held, touched or counted. The body is that of a chat, of a completion, or token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import Field, field_validator, model_validator
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.http.auth import caller_of
+from radixkv.service.http.body import read_body
+from radixkv.service.http.diagnostics import sections_of
+from radixkv.service.http.explain_shapes import ExplainReply
+from radixkv.service.http.explaining import AskedChat, record_of
+from radixkv.service.http.extras import PROMPTS
+from radixkv.service.http.fields import GenerationFields
+from radixkv.service.http.marks import CacheFields
+from radixkv.service.http.messages import ChatFields, Messages
+from radixkv.service.http.schema import Prompt, prompt_list
+from radixkv.service.http.serving import SERVING, Serving
+from radixkv.service.http.sse import json_reply
+
+
+class ExplainRequest(GenerationFields, ChatFields, CacheFields):
+    """The body of `POST /v1/cache/explain`: one of `messages`, `prompt` and `tokens`, and whatever
+    the request to be explained has beside them."""
+
+    messages: Messages | None = Field(None, min_length=1)
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]] | None,
+        Field(description="One prompt, as text or as token ids."),
+    ] = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="With `messages`: shown to the template as they are."
+    )
+    echo: bool | None = None
+    logprobs: int | bool | None = None
+    add_special_tokens: bool | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _as_list(cls, value: object, _handler: object) -> object:
+        return None if value is None else prompt_list(value)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ExplainRequest:
+        given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ValueError(f"wanted exactly one of messages, prompt and tokens; got {got}")
+        return self
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether such a request may start from cached tokens."""
+        scores = self.echo and self.logprobs is not None and self.logprobs is not False
+        return self.prompt_logprobs is None and not (self.messages is None and scores)
+
+
+async def cache_explain(request: web.Request) -> web.Response:
+    """Explain a prompt."""
+    serving, memory = request.app[SERVING], request.app[PROMPTS]
+    engine = serving.engine
+    body = await read_body(request, ExplainRequest)
+    serving.check_model(body.model)
+    origin = body.origin(request)
+    chat, nearest = None, None
+    if body.messages is not None:
+        messages = [message.for_template() for message in body.messages]
+        chat = AskedChat(messages, body.rendering() | ({"tools": body.tools} if body.tools else {}))
+        serving.check_length("".join(message["content"] for message in messages), "messages")
+        ids = await serving.render(body.messages, dict(chat.rendering))
+        sections = sections_of(
+            model=f"{engine.model_name}:{origin.adapter}",
+            messages=messages,
+            tools=body.tools,
+            kwargs=body.chat_template_kwargs,
+            salt=origin.salt,
+        )
+        nearest = memory.nearest(caller_of(request).tenant, sections)
+    else:
+        ids = await _prompt_ids(serving, body)
+    param = "messages" if chat is not None else "prompt" if body.prompt is not None else "tokens"
+    serving.check_length(ids, param)
+    engine.prompting.check_ids(ids, param)
+
+    def look() -> ExplainReply:
+        explained = engine.cache.explain(ids, origin=origin, may_read=body.reads_cache)
+        record = record_of(engine, explained, ids, chat, nearest)
+        return {
+            **record,
+            "object": "cache.explanation",
+            "model": engine.model_name,
+            "deterministic": engine.config.deterministic,
+        }
+
+    return json_reply(await asyncio.to_thread(look))
+
+
+async def _prompt_ids(serving: Serving, body: ExplainRequest) -> list[int]:
+    if body.tokens is not None:
+        return body.tokens
+    prompts: list[Prompt] = body.prompt  # type: ignore[assignment]  # the validator made it this list
+    if len(prompts) != 1:
+        raise InvalidRequest(
+            f"prompt has {len(prompts)} prompts; one is explained at a time", param="prompt"
+        )
+    serving.check_length(prompts[0], "prompt")
+    (ids,) = await serving.tokenize(
+        prompts, add_special_tokens=body.add_special_tokens is not False
+    )
+    return ids

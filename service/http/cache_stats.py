@@ -1,0 +1,360 @@
+"""GET /v1/cache/stats: what the cache holds, what it gave since the start and in a window of time.
+
+Numbers only. An admin's are of the whole server, anybody else's of the caller's own part; what is
+not known, or is another's affair, is null and never 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Literal
+
+from aiohttp import web
+from typing_extensions import TypedDict
+
+from radixkv.identity.identity import CacheIdentity
+from radixkv.service.engine.history import MAX_WINDOW_S, By, Row, Window
+from radixkv.service.http.auth import Caller, caller_of
+from radixkv.service.http.queries import check_names, choice, seconds
+from radixkv.service.http.serving import SERVING
+from radixkv.service.http.sse import json_reply
+
+if TYPE_CHECKING:
+    from radixkv.accounts import AccountStats
+    from radixkv.service.engine.cache_view import Inside
+    from radixkv.service.engine.counters import EngineStats
+    from radixkv.service.engine.engine import Engine
+
+DEFAULT_WINDOW_S = 300.0
+_SMALL_TREE = 2000
+"""Nodes that are walked in about a millisecond, so that the numbers can be fresh."""
+
+
+class Blocks(TypedDict):
+    """Blocks of the pool by state; free + cached + used = total.
+
+    `cached` are evictable, `resident` those in the tree, in use or not. For a tenant `total` and
+    `free` are null, and `used` are those of its resident ones that its requests or pins hold.
+    """
+
+    total: int | None
+    free: int | None
+    cached: int
+    used: int
+    resident: int
+    pinned: int | None
+    quota: int | None
+    floor: int | None
+
+
+class CacheTokens(TypedDict):
+    """Token counters since the start; none ever falls, and hit <= queried."""
+
+    queried: int
+    hit: int
+    hit_inside_a_block: int | None
+    computed: int | None
+    recomputed_after_preemption: int | None
+
+
+class CacheCounts(TypedDict):
+    """Block counters since the start. `evicted` were given up, `evictions_caused` made others go.
+
+    Of a whole server both are the same blocks.
+    """
+
+    published: int | None
+    deduplicated: int | None
+    evicted: int
+    evictions_caused: int
+    copied_on_write: int | None
+    resets: int | None
+
+
+class TierTokens(TypedDict):
+    """Tokens by tier; null for a tier that this server does not have."""
+
+    device: int
+    host: int | None
+
+
+class WindowTokens(TypedDict):
+    """Tokens counted in a window. Every queried token is a hit, found later or computed once its
+    request is admitted and its prompt done; what is computed again counts in no rate."""
+
+    queried: int
+    hit: TierTokens
+    found_later: int
+    computed: int
+    recomputed_after_preemption: int
+    generated: int
+    lost_at_a_border: int | None
+
+
+class Evictions(TypedDict):
+    """Blocks that a tenant gave up, and that it made anybody give up."""
+
+    suffered: int
+    caused: int
+
+
+class WindowRow(TypedDict):
+    """The counts of one key. `other`: of all the keys for which there was no room.
+
+    `hit_rate` is hit by queried tokens, null if none were queried. `evictions` are known by tenant
+    only.
+    """
+
+    tenant: str | None
+    identity: str | None
+    prompt_cache_key: str | None
+    other: bool
+    requests: int
+    tokens: WindowTokens
+    hit_rate: float | None
+    preemptions: int
+    evictions: Evictions | None
+
+
+class WindowReply(TypedDict):
+    """What was counted between two Unix times. Slots of `resolution_s` are taken whole, so it may
+    be shorter than asked; it never begins before the server did."""
+
+    asked_s: float
+    from_time: float
+    to_time: float
+    interval_s: float
+    resolution_s: int
+    denominator: Literal["queried_tokens"]
+    by: By
+    rows: list[WindowRow]
+
+
+class WasteReply(TypedDict):
+    """Room that holds nothing: reserved by running requests, and behind the tails of paths; and
+    what the tree itself takes of the host's memory (an estimate). Null where it was not counted."""
+
+    reserved_tokens: int
+    tail_tokens: int | None
+    metadata_bytes: int | None
+
+
+class Quantiles(TypedDict):
+    """A distribution, in seconds; sampled. The quantiles are null while there is no sample."""
+
+    samples: int
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class ResidencyReply(TypedDict):
+    """How long blocks stay, since when they were idle when they went, and how soon they were used
+    again."""
+
+    block_lifetime_s: Quantiles
+    idle_before_evict_s: Quantiles
+    reuse_gap_s: Quantiles
+
+
+class CacheStatsReply(TypedDict):
+    """What the cache holds and what it was good for."""
+
+    object: Literal["cache.stats"]
+    model: str
+    scope: Literal["server", "tenant"]
+    tenant: str | None
+    enabled: bool
+    deterministic: bool
+    decoder: Literal["native", "generic"]
+    block_size: int
+    blocks: Blocks
+    tokens: CacheTokens
+    events: CacheCounts
+    nodes: int | None
+    identities: int | None
+    hit_rate: float | None
+    requests_running: int | None
+    requests_waiting: int | None
+    window: WindowReply | None
+    waste: WasteReply | None
+    residency: ResidencyReply | None
+
+
+async def cache_stats(request: web.Request) -> web.Response:
+    """Show the counters, and with ``window`` or ``by`` what was counted lately.
+
+    An admin who asks for no window gets the engine's last word without waiting; all else waits for
+    the end of a step.
+    """
+    check_names(request, ("window", "by"))
+    window_s = seconds(request, "window", most=MAX_WINDOW_S)
+    by = choice(request, "by", ("tenant", "identity", "prompt_cache_key"))
+    caller, engine = caller_of(request), request.app[SERVING].engine
+    wanted = window_s is not None or by is not None
+    inside: Inside | None = None
+    if wanted or not caller.is_admin:
+        max_age_s = 0.0 if engine.cache.stats().nodes <= _SMALL_TREE else 2.0
+        inside = await asyncio.to_thread(engine.cache.inside, max_age_s)
+    reply = _reply(engine, caller, inside)
+    if wanted:
+        shown: By = by or "tenant"  # type: ignore[assignment]  # one of the words above
+        asked_s = window_s or DEFAULT_WINDOW_S
+        tenants = None if caller.is_admin else frozenset({caller.tenant})
+        window = engine.cache.history.read(asked_s, shown, tenants)
+        reply["window"] = _window(window, asked_s, shown)
+        if inside is not None and caller.is_admin:
+            waste = inside.waste
+            reply["waste"] = {
+                "reserved_tokens": waste.reserved_tokens,
+                "tail_tokens": waste.tail_tokens,
+                "metadata_bytes": waste.metadata_bytes,
+            }
+    return json_reply(reply)
+
+
+def _reply(engine: Engine, caller: Caller, inside: Inside | None) -> CacheStatsReply:
+    stats = engine.stats()
+    if caller.is_admin:
+        blocks, tokens, events = _of_server(stats, inside)
+        running, waiting = stats.num_running, stats.num_waiting
+    else:
+        assert inside is not None
+        account = inside.account(caller.tenant)
+        blocks, tokens, events = _of_tenant(stats, account, caller.tenant)
+        mine = stats.by_tenant.get(caller.tenant)
+        running, waiting = (mine.num_running, mine.num_waiting) if mine is not None else (0, 0)
+    queried = tokens["queried"]
+    return {
+        "object": "cache.stats",
+        "model": engine.model_name,
+        "scope": "server" if caller.is_admin else "tenant",
+        "tenant": None if caller.is_admin else caller.tenant,
+        "enabled": engine.config.prefix_cache,
+        "deterministic": engine.config.deterministic,
+        "decoder": engine.decoder,
+        "block_size": engine.config.block_size,
+        "blocks": blocks,
+        "tokens": tokens,
+        "events": events,
+        "nodes": stats.cache.nodes if caller.is_admin else None,
+        "identities": stats.cache.identities if caller.is_admin else None,
+        "hit_rate": round(tokens["hit"] / queried, 6) if queried else None,
+        "requests_running": running,
+        "requests_waiting": waiting,
+        "window": None,
+        "waste": None,
+        "residency": None,
+    }
+
+
+def _of_server(
+    stats: EngineStats, inside: Inside | None
+) -> tuple[Blocks, CacheTokens, CacheCounts]:
+    cache = stats.cache
+    pinned = None if inside is None else sum(a.pinned_blocks for a in inside.accounts)
+    return (
+        {
+            "total": stats.num_blocks,
+            "free": stats.free_blocks,
+            "cached": stats.cached_blocks,
+            "used": stats.used_blocks,
+            "resident": cache.cached_blocks,
+            "pinned": pinned,
+            "quota": None,
+            "floor": None,
+        },
+        {
+            "queried": cache.queried_tokens,
+            "hit": cache.hit_tokens,
+            "hit_inside_a_block": cache.partial_hit_tokens,
+            "computed": stats.prompt_tokens_computed_total,
+            "recomputed_after_preemption": stats.recomputed_tokens_total,
+        },
+        {
+            "published": cache.published_blocks,
+            "deduplicated": cache.deduplicated_blocks,
+            "evicted": cache.evicted_blocks,
+            "evictions_caused": cache.evicted_blocks,
+            "copied_on_write": cache.cow_copies,
+            "resets": cache.resets,
+        },
+    )
+
+
+def _of_tenant(
+    stats: EngineStats, account: AccountStats | None, tenant: str
+) -> tuple[Blocks, CacheTokens, CacheCounts]:
+    mine = stats.by_tenant.get(tenant)
+    return (
+        {
+            "total": None,
+            "free": None,
+            "cached": account.evictable if account else 0,
+            "used": account.blocks - account.evictable if account else 0,
+            "resident": account.blocks if account else 0,
+            "pinned": account.pinned_blocks if account else 0,
+            "quota": account.quota if account else None,
+            "floor": account.floor if account else None,
+        },
+        {
+            "queried": account.queried_tokens if account else 0,
+            "hit": account.hit_tokens if account else 0,
+            "hit_inside_a_block": None,
+            "computed": mine.prompt_tokens_computed_total if mine else 0,
+            "recomputed_after_preemption": mine.recomputed_tokens_total if mine else 0,
+        },
+        {
+            "published": None,
+            "deduplicated": None,
+            "evicted": account.evicted_suffered if account else 0,
+            "evictions_caused": account.evicted_caused if account else 0,
+            "copied_on_write": None,
+            "resets": None,
+        },
+    )
+
+
+def _window(window: Window, asked_s: float, by: By) -> WindowReply:
+    epoch_s = time.time() - window.end_s
+    return {
+        "asked_s": asked_s,
+        "from_time": round(window.start_s + epoch_s, 3),
+        "to_time": round(window.end_s + epoch_s, 3),
+        "interval_s": round(window.end_s - window.start_s, 3),
+        "resolution_s": window.slot_s,
+        "denominator": "queried_tokens",
+        "by": by,
+        "rows": [_row(row, by) for row in window.rows],
+    }
+
+
+def _row(row: Row, by: By) -> WindowRow:
+    counts, rate, key = row.counts, row.hit_rate, row.key
+    evictions: Evictions | None = None
+    if "evicted_suffered_blocks" in counts:
+        evictions = {
+            "suffered": counts["evicted_suffered_blocks"],
+            "caused": counts["evicted_caused_blocks"],
+        }
+    return {
+        "tenant": row.tenant if isinstance(row.tenant, str) else None,
+        "identity": key.digest().hex() if isinstance(key, CacheIdentity) else None,
+        "prompt_cache_key": key if isinstance(key, str) else None,
+        "other": not isinstance(row.tenant, str)
+        or not (key is None or isinstance(key, str | CacheIdentity)),
+        "requests": counts["requests"],
+        "tokens": {
+            "queried": counts["queried_tokens"],
+            "hit": {"device": counts["hit_tokens"], "host": None},
+            "found_later": counts["found_later_tokens"],
+            "computed": counts["computed_tokens"],
+            "recomputed_after_preemption": counts["recomputed_tokens"],
+            "generated": counts["generated_tokens"],
+            "lost_at_a_border": None,
+        },
+        "hit_rate": None if rate is None else round(rate, 6),
+        "preemptions": counts["preemptions"],
+        "evictions": evictions,
+    }
