@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixkv.cache import PrefixCache
@@ -19,6 +21,7 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.detokenize import TokenText
+from radixkv.service.engine.origin import LOCAL, Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.sampling import ChoiceSampler, Prompt
@@ -56,6 +59,27 @@ class FakeRunner:
         self.pool = np.full((num_blocks, block_size), _POISON, dtype=np.int64)
         self.tokens_computed = 0
         self.batches: list[StepBatch] = []
+        self.now_s = 0.0
+        self.token_s = 1e-3
+        self.copy_s = 1e-6
+        """Seconds that a token takes, and a byte that is copied: the rig's clock goes by these."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's record."""
+        return int(self.pool[0].nbytes)
+
+    def save(self, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Copy blocks out."""
+        records = self.pool[blocks]
+        self.now_s += records.nbytes * self.copy_s
+        return records
+
+    def restore(self, blocks: npt.NDArray[np.int32], records: npt.NDArray[np.int64]) -> None:
+        """Copy blocks in."""
+        assert records.shape == (len(blocks), self.pool.shape[1])
+        self.pool[blocks] = records
+        self.now_s += records.nbytes * self.copy_s
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the step's tokens through the tables, read all of them back, answer."""
@@ -83,6 +107,7 @@ class FakeRunner:
             assert (context != _POISON).all(), "an entry is read that was never written"
             rows.append(logits_after(context.tolist()))
         self.tokens_computed += batch.num_tokens
+        self.now_s += batch.num_tokens * self.token_s
         self.batches.append(batch)
         return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), VOCAB))
 
@@ -100,6 +125,8 @@ class Rig:
         lookahead_tokens: int = 0,
         enabled: bool = True,
         force_miss: bool = False,
+        swap_memory: int = 0,
+        batch_share: float = 0.75,
     ) -> None:
         self.cache = PrefixCache(num_blocks, block_size, enabled=enabled, force_miss=force_miss)
         self.runner = FakeRunner(num_blocks, block_size)
@@ -111,6 +138,9 @@ class Rig:
             lookahead_tokens=lookahead_tokens,
             share=enabled and not force_miss,
             make_choice=self._make_choice,
+            batch_share=batch_share,
+            swap_memory=swap_memory,
+            clock=lambda: self.runner.now_s,
         )
         self._arrivals = itertools.count()
 
@@ -122,8 +152,9 @@ class Rig:
         identity: str = "fake",
         n: int = 1,
         seed: int | None = None,
+        origin: Origin = LOCAL,
     ) -> Stream:
-        """Queue a request; greedy unless it has a seed."""
+        """Queue a request; greedy unless it has a seed. Tenants share nothing."""
         params = SamplingParams(
             max_tokens=max_tokens,
             n=n,
@@ -139,7 +170,8 @@ class Rig:
                 arrival=arrival,
                 prompt_ids=tuple(prompt),
                 prompt_bytes=encode(prompt),
-                identify=partial(CacheIdentity.local, identity, self.cache.block_size),
+                identify=partial(self._identify, identity, origin),
+                origin=origin,
                 params=params,
                 max_tokens=max_tokens,
                 entropy=0,
@@ -149,11 +181,15 @@ class Rig:
         )
         return stream
 
+    def _identify(self, name: str, origin: Origin) -> CacheIdentity:
+        identity = CacheIdentity.local(name, self.cache.block_size)
+        return identity if origin is LOCAL else replace(identity, namespace=origin.namespace)
+
     def turn(self, times: int = 1) -> None:
         """Make steps; after each the accounting must hold."""
         for _ in range(times):
             self.core.turn()
-            assert self.cache.check() == []
+            assert self.core.check() == []
 
     def run(self, limit: int = 10_000) -> int:
         """Turn until nothing is left to do; returns the turns that took."""

@@ -30,12 +30,13 @@ from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
 from radixkv.service.engine.scheduler import Scheduler, Work
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Outbox, Stream
+from radixkv.service.engine.swap import BlockMover, Swapper
 
 log = logging.getLogger("radixkv.engine")
 T = TypeVar("T")
 
 
-class Runner(Protocol):
+class Runner(BlockMover, Protocol):
     """What computes a step: a ModelRunner, or arithmetic in tests."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -58,10 +59,16 @@ class EngineCore:
         share: bool,
         make_choice: Callable[[Request, int], tuple[ChoiceSampler, ChoiceStream]],
         batch_share: float = 0.75,
+        swap_memory: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.cache = cache
         self.counters = Counters()
+        self._clock = clock
+        self.swapper: Swapper | None = None
+        if swap_memory:
+            self.swapper = Swapper(runner, swap_memory, cache.block_size, self.counters, clock)
         self.scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -70,6 +77,7 @@ class EngineCore:
             counters=self.counters,
             share=share,
             batch_share=batch_share,
+            swapper=self.swapper,
         )
         self.failure: BaseException | None = None
         self._make_choice = make_choice
@@ -192,6 +200,7 @@ class EngineCore:
         works = self.scheduler.schedule()
         if not works:
             return
+        began_s = self._clock()
         logits = self.runner.forward(_batch_of(works))
         self.counters.steps += 1
         row = 0
@@ -220,10 +229,18 @@ class EngineCore:
                     rows.append(row - 1)
                     samplers.append(choice.sampler)
                     drawing.append(choice)
-        if not drawing:
-            return
-        picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
-        for seq, token in zip(drawing, sample(picked, samplers), strict=True):
+        tokens: list[SampledToken] = []
+        if drawing:
+            picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
+            tokens = sample(picked, samplers)
+        if self.swapper is not None:
+            self.swapper.note_step(
+                sum(work.num_tokens for work in works if work.num_tokens > 1),
+                sum(work.num_tokens for work in works),
+                self._clock() - began_s,
+                ended=bool(drawing),
+            )
+        for seq, token in zip(drawing, tokens, strict=True):
             self._advance(seq, token)
 
     def _add(self, request: Request) -> None:
@@ -326,6 +343,8 @@ class EngineCore:
     def _check_at_rest(self) -> None:
         """With nothing running every block must be free or cached; O(1)."""
         stats = self.cache.stats()
+        if self.swapper is not None and self.swapper.pool.used_bytes:
+            self.report([f"at rest {self.swapper.pool.used_bytes} bytes of host memory are taken"])
         if stats.free_blocks + stats.evictable_blocks != stats.num_blocks:
             self.report(
                 [
@@ -343,6 +362,7 @@ class EngineCore:
             request.may_publish = all(seq.table is None for seq in request.sequences)
             if request.may_publish:
                 request.identity = request.identify()
+                self.scheduler.forget_saved(request)
 
     def report(self, violations: list[str]) -> None:
         """A broken invariant is counted and logged; it does not stop the service (LEAK-2)."""
@@ -363,6 +383,7 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             cache=self.cache.stats(),
             by_tenant=self._by_tenant,
+            swap_used_bytes=self.swapper.pool.used_bytes if self.swapper is not None else 0,
         )
 
     def clear_counters(self) -> None:

@@ -80,6 +80,15 @@ class EngineStats:
     recomputed_tokens_total: int
     generation_tokens_total: int
     preemptions_total: int
+    preemptions: Mapping[str, int]
+    """The same by kind: ``swap``, kept in host memory, or ``recompute``, lost where not cached."""
+    swapped_out_tokens_total: int
+    swapped_out_bytes_total: int
+    swapped_in_tokens_total: int
+    """Copied back from host memory: no hits, and not computed again."""
+    swapped_in_bytes_total: int
+    swap_used_bytes: int
+    """Host memory that preempted sequences take now."""
     steps_total: int
     violations_total: int
     """Broken invariants seen by a check; anything but 0 is a bug in radixkv (LEAK-2)."""
@@ -112,6 +121,11 @@ class Counters:
         self.recomputed_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0
+        self.preemptions_by_swap = 0
+        self.swapped_out_tokens = 0
+        self.swapped_out_bytes = 0
+        self.swapped_in_tokens = 0
+        self.swapped_in_bytes = 0
         self.steps = 0
         self.violations = 0
         self.observer.clear()
@@ -159,9 +173,10 @@ class Counters:
         if stop > seq.high:
             seq.high = stop
 
-    def note_preempted(self, seq: Sequence) -> None:
-        """``seq`` had to yield its blocks."""
+    def note_preempted(self, seq: Sequence, *, swapped: bool) -> None:
+        """``seq`` had to yield its blocks; what they held was saved, or was not."""
         self.preemptions += 1
+        self.preemptions_by_swap += swapped
         seq.request.account.preemptions += 1
         self.observer.preempted(seq)
 
@@ -172,6 +187,7 @@ class Counters:
         num_waiting: int,
         cache: CacheStats,
         by_tenant: Mapping[str, TenantStats],
+        swap_used_bytes: int,
     ) -> EngineStats:
         """Freeze the counts."""
         return EngineStats(
@@ -193,6 +209,15 @@ class Counters:
             recomputed_tokens_total=self.recomputed_tokens,
             generation_tokens_total=self.generation_tokens,
             preemptions_total=self.preemptions,
+            preemptions={
+                "recompute": self.preemptions - self.preemptions_by_swap,
+                "swap": self.preemptions_by_swap,
+            },
+            swapped_out_tokens_total=self.swapped_out_tokens,
+            swapped_out_bytes_total=self.swapped_out_bytes,
+            swapped_in_tokens_total=self.swapped_in_tokens,
+            swapped_in_bytes_total=self.swapped_in_bytes,
+            swap_used_bytes=swap_used_bytes,
             steps_total=self.steps,
             violations_total=self.violations,
             cache=cache,

@@ -100,6 +100,8 @@ class Engine:
             lookahead_tokens=self.config.lookahead_tokens,
             share=self.config.prefix_cache and not self.config.force_miss,
             make_choice=self._make_choice,
+            batch_share=self.config.batch_share,
+            swap_memory=self.config.swap_memory,
         )
         self._keeper = Keeper(cache, self._capacity.pinnable_blocks)
         self.cache = CacheView(self._core, self._identity)

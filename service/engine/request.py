@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from radixkv import tokens as token_codec
 from radixkv.identity.identity import CacheIdentity
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from radixkv.service.engine.sampling import ChoiceSampler, Prompt
     from radixkv.service.engine.stopping import ChoiceStream
     from radixkv.service.engine.stream import Stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """KV of a preempted sequence in host memory: its tokens from a block on, one record a block."""
+
+    first_block: int
+    num_tokens: int
+    """The sequence's first tokens, up to where it is saved."""
+    records: Any
+    num_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +108,8 @@ class Sequence:
     skipped: int = 0
     """How many sequences that came later were admitted before this one."""
     preemptions: int = 0
+    saved: Saved | None = None
+    """What a preemption put into host memory and is not restored yet."""
 
     @property
     def num_tokens(self) -> int:

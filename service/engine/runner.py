@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixkv.kernels.copy import copy_blocks
+from radixkv.kernels.gather import gather_blocks, scatter_blocks
 from radixkv.kernels.layout import KVPool
 from radixkv.kernels.plan import AttentionPlan
 from radixkv.service.engine.attention import PagedStep
@@ -72,6 +74,23 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits
         return logits[0].float()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's record."""
+        return self.pool.block_bytes
+
+    @torch.inference_mode()
+    def save(self, blocks: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Return a record of each block, in host memory: [n, block_bytes] uint8. Waits for it."""
+        ids = torch.from_numpy(blocks).to(self.loaded.device)
+        return gather_blocks(self.pool, ids).cpu()
+
+    @torch.inference_mode()
+    def restore(self, blocks: npt.NDArray[np.int32], records: torch.Tensor) -> None:
+        """Write records of ``save`` to ``blocks``; asynchronous on a GPU."""
+        device = self.loaded.device
+        scatter_blocks(self.pool, torch.from_numpy(blocks).to(device), records.to(device))
 
     def _rows_to_keep(self, batch: StepBatch) -> torch.Tensor | int:
         rows = batch.logit_rows

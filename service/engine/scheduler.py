@@ -17,6 +17,7 @@ would not run otherwise; what it has beyond that it yields as soon as interactiv
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,7 +34,9 @@ from radixkv.service.engine.admission import (
 from radixkv.service.engine.counters import Counters
 from radixkv.service.engine.explaining import explain_admission
 from radixkv.service.engine.fairness import MAX_PASSES, Account, Fairness, TenantShare
+from radixkv.service.engine.lookups import Lookup, Stopped, keep
 from radixkv.service.engine.request import Request, Sequence
+from radixkv.service.engine.swap import Swapper
 from radixkv.service.engine.waiting import WINDOW, Waiting
 from radixkv.table import BlockTable
 
@@ -88,6 +91,7 @@ class Scheduler:
         counters: Counters,
         share: bool = True,
         batch_share: float = 0.75,
+        swapper: Swapper | None = None,
     ) -> None:
         self.cache = cache
         self.waiting = Waiting()
@@ -100,6 +104,7 @@ class Scheduler:
         self._share = share  # False: nobody's blocks can be found, so nobody waits for them
         self._batch_places = max(1, int(batch_share * max_num_seqs))
         self._batch_blocks = int(batch_share * cache.num_blocks)
+        self._swapper = swapper
         self._contended = False  # somebody wanted more of the last step than it had
 
     @property
@@ -165,6 +170,8 @@ class Scheduler:
 
     def finish(self, seq: Sequence, *, publish: bool = True) -> None:
         """``seq`` is done, wherever it was: its blocks stay cached or become free."""
+        if self._swapper is not None:
+            self._swapper.forget(seq)
         if seq.table is None:
             self.waiting.remove(seq)
         else:
@@ -176,6 +183,12 @@ class Scheduler:
             account.passed = 0
         self.fairness.changed.add(account)
         seq.request.sequences.remove(seq)
+
+    def forget_saved(self, request: Request) -> None:
+        """Give up what host memory has of ``request``: it is of no use any more."""
+        for seq in request.sequences:
+            if self._swapper is not None:
+                self._swapper.forget(seq)
 
     def check(self) -> list[str]:
         """Return each broken invariant in words. O(sequences)."""
@@ -190,6 +203,13 @@ class Scheduler:
                     f"tenant {account.tenant!r} runs, waits and has places {counted} by count, "
                     f"{(len(mine), waiting, places)} by walk"
                 )
+        if self._swapper is not None:
+            everybody = [*self.running, *self.waiting]
+            saved = sum(seq.saved.num_bytes for seq in everybody if seq.saved is not None)
+            if saved != self._swapper.pool.used_bytes:
+                wrong.append(
+                    f"{self._swapper.pool.used_bytes} bytes of host memory are taken, {saved} used"
+                )
         if [seq.order for seq in self.running] != sorted(seq.order for seq in self.running):
             wrong.append("the running sequences are out of order")
         return wrong
@@ -202,8 +222,11 @@ class Scheduler:
         Does nothing if it was preempted by one that came before it, or has to yield itself.
         """
         while seq.table is not None:
-            num_tokens = min(seq.remaining, plan.budget)
             try:
+                left = seq.remaining
+                if seq.saved is not None and self._swapper is not None:
+                    left = self._swapper.restore(seq)
+                num_tokens = min(left, plan.budget)
                 copies = seq.table.reserve(num_tokens)
             except OutOfBlocks:
                 for victim in self._latest_after(seq) or [seq]:
@@ -224,16 +247,34 @@ class Scheduler:
         return [other for other in self.running if other.request is last.request]
 
     def _preempt(self, seq: Sequence, plan: Plan) -> None:
-        plan.works.pop(seq, None)
-        seq.publish(tail=True)
+        work = plan.works.pop(seq, None)
         prompts = plan.prompts.get(seq.request.account)
         if prompts is not None and seq in prompts:
             prompts.remove(seq)
-        self._stop(seq)
+        seq.publish(tail=True)
+        swapped = self._yield_blocks(seq, unmade_copy=work is not None and bool(work.copies))
         seq.preemptions += 1
         self.waiting.add(seq)
         self.fairness.changed.add(seq.request.account)
-        self._counters.note_preempted(seq)
+        self._counters.note_preempted(seq, swapped=swapped)
+
+    def _yield_blocks(self, seq: Sequence, *, unmade_copy: bool) -> bool:
+        """Let the blocks of ``seq`` go; tell whether what only it held was saved.
+
+        ``unmade_copy``: its last tokens lie in a block that was to be copied, and is not.
+        """
+        if self._swapper is None:
+            self._stop(seq)
+            return False
+        assert seq.table is not None
+        size, num_tokens, blocks = self.cache.block_size, seq.table.num_tokens, seq.table.blocks
+        before = self.cache.available
+        self._stop(seq)
+        # What nobody else holds can be taken now, and it is the end: others hold beginnings.
+        num_shared = max(0, len(blocks) - (self.cache.available - before))
+        if unmade_copy:
+            num_tokens -= num_tokens % size
+        return self._swapper.save(seq, blocks, num_shared, num_tokens)
 
     def _start(self, seq: Sequence, table: BlockTable) -> None:
         seq.table = table
@@ -245,6 +286,9 @@ class Scheduler:
             at -= 1
         self.running.insert(at, seq)
         self._counters.note_start(seq)
+        if seq.saved is not None and self._swapper is not None:
+            with contextlib.suppress(OutOfBlocks):  # then later, when others have yielded theirs
+                self._swapper.restore(seq)
         stream = seq.request.stream
         if stream.explain and stream.explained is None:
             stream.explained = explain_admission(self, seq, table.cached_tokens)
@@ -370,7 +414,11 @@ class Scheduler:
             or cache.available - growth < blocks_for(seq.num_tokens - cached, cache.block_size)
         ):
             return None
-        limits = [cached]
+        saved = seq.saved
+        from_host = saved is not None and (
+            saved.first_block * cache.block_size <= cached < saved.num_tokens
+        )
+        limits = [cached - cached % cache.block_size if from_host else cached]
         if alone:
             # It must start now. A copied partial block needs its source as well; where that is one
             # block too many, do with the whole blocks, and at last with none.
@@ -390,9 +438,37 @@ class Scheduler:
                 cache.block_size,
                 alone=alone,
             ):
+                self._trace(seq, lease.cached_tokens, cached)
                 return cache.open(lease)
             lease.cancel()
         return None
+
+    def _trace(self, seq: Sequence, taken: int, found: int) -> None:
+        """Note what an admission of ``seq`` took of what it found (DIAG-1)."""
+        request, saved, host = seq.request, seq.saved, 0
+        if saved is not None:
+            host = max(0, saved.num_tokens - max(taken, saved.first_block * self.cache.block_size))
+        stopped: Stopped = "not_resident"
+        if not self._share or not request.may_read_cache:
+            stopped = "off"
+        elif taken == seq.num_tokens - 1:
+            stopped = "last_token"
+        elif host:
+            stopped = "host"
+        elif taken < found:
+            stopped = "no_room"
+        keep(
+            request.stream.lookups,
+            Lookup(
+                choice=seq.index,
+                identity=request.identity,
+                queried_tokens=seq.num_tokens,
+                device_tokens=taken,
+                host_tokens=host,
+                stopped=stopped,
+                resumed=request.cached_tokens is not None,
+            ),
+        )
 
     def _leader(self, seq: Sequence, cached: int) -> Sequence | None:
         return leader_of(seq, cached, self.running, self.cache.block_size)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from radixkv.service.engine.keep import Kept
+from radixkv.service.engine.lookups import Lookup
 from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Stream:
         self.num_choices = num_choices
         self.deterministic = deterministic
         self.usage = Usage(len(self.prompt_token_ids), 0, 0)
+        self.lookups: list[Lookup] = []
+        """What each admission found; written by the engine thread, at most MAX_LOOKUPS."""
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.kept: tuple[Kept, ...] = ()
         self.explain = False
