@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
-from radixkv.errors import EngineDead, RadixKVError
+from radixkv.errors import EngineDead, NeverFits, RadixKVError
+from radixkv.service.engine.admission import blocks_for
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
 from radixkv.service.engine.fairness import TenantShare
@@ -198,18 +199,27 @@ class EngineCore:
     def step(self) -> None:
         """Compute one batch, draw tokens where sequences reached their end, and say so."""
         works = self.scheduler.schedule()
+        for seq in self.scheduler.hopeless:
+            request = seq.request
+            need = blocks_for(seq.num_tokens, self.cache.block_size)
+            room = self.cache.available_to(request.identity.namespace.tenant)
+            self._fail(request, NeverFits(need_blocks=need, capacity_blocks=room))
+        self.scheduler.hopeless.clear()
         if not works:
             return
         began_s = self._clock()
         logits = self.runner.forward(_batch_of(works))
         self.counters.steps += 1
-        row = 0
+        row = num_tokens = prompt_tokens = 0
         rows: list[int] = []
         samplers: list[ChoiceSampler] = []
         drawing: list[Sequence] = []
         for work in works:
             seq, request, start = work.seq, work.seq.request, work.table.num_tokens
             ends = work.reaches_end
+            num_tokens += work.num_tokens
+            if work.num_tokens > 1:
+                prompt_tokens += work.num_tokens
             work.table.commit(work.num_tokens)
             stop = start + work.num_tokens
             self.counters.note_computed(seq, start, stop)
@@ -235,10 +245,7 @@ class EngineCore:
             tokens = sample(picked, samplers)
         if self.swapper is not None:
             self.swapper.note_step(
-                sum(work.num_tokens for work in works if work.num_tokens > 1),
-                sum(work.num_tokens for work in works),
-                self._clock() - began_s,
-                ended=bool(drawing),
+                prompt_tokens, num_tokens, self._clock() - began_s, ended=bool(drawing)
             )
         for seq, token in zip(drawing, tokens, strict=True):
             self._advance(seq, token)

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.observing import Observer
@@ -35,18 +35,24 @@ class TenantStats:
     @classmethod
     def of(cls, accounts: Seq[Account]) -> TenantStats:
         """Add up a tenant's interactive and batch work."""
-        return cls(
-            num_running=sum(a.num_running for a in accounts),
-            num_waiting=sum(a.num_waiting for a in accounts),
-            requests_total=sum(a.requests for a in accounts),
-            prompt_tokens_total=sum(a.prompt_tokens for a in accounts),
-            prompt_tokens_cached_total=sum(a.prompt_tokens_cached for a in accounts),
-            prompt_tokens_found_later_total=sum(a.prompt_tokens_found_later for a in accounts),
-            prompt_tokens_computed_total=sum(a.prompt_tokens_computed for a in accounts),
-            recomputed_tokens_total=sum(a.recomputed_tokens for a in accounts),
-            generation_tokens_total=sum(a.generation_tokens for a in accounts),
-            preemptions_total=sum(a.preemptions for a in accounts),
-        )
+        parts = [
+            cls(
+                a.num_running,
+                a.num_waiting,
+                a.requests,
+                a.prompt_tokens,
+                a.prompt_tokens_cached,
+                a.prompt_tokens_found_later,
+                a.prompt_tokens_computed,
+                a.recomputed_tokens,
+                a.generation_tokens,
+                a.preemptions,
+            )
+            for a in accounts
+        ]
+        if len(parts) == 1:  # nearly always, and this is on the path of every step
+            return parts[0]
+        return cls(*(sum(getattr(part, f.name) for part in parts) for f in fields(cls)))
 
 
 @dataclass(frozen=True, slots=True)

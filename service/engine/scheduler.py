@@ -104,6 +104,9 @@ class Scheduler:
         self._share = share  # False: nobody's blocks can be found, so nobody waits for them
         self._batch_places = max(1, int(batch_share * max_num_seqs))
         self._batch_blocks = int(batch_share * cache.num_blocks)
+        self.hopeless: list[Sequence] = []
+        """Those that had no room though nobody ran, because of what was promised to others since
+        they came; whoever runs the steps tells them, and empties it."""
         self._swapper = swapper
         self._contended = False  # somebody wanted more of the last step than it had
 
@@ -141,9 +144,10 @@ class Scheduler:
             if plan.budget == 0:
                 break
             self._go_on(seq, plan)
-        for seq in self.running:
-            if seq not in plan.works and seq.remaining > 1:
-                plan.prompts.setdefault(seq.request.account, []).append(seq)
+        if len(plan.works) < len(self.running):
+            for seq in self.running:
+                if seq.remaining > 1:
+                    plan.prompts.setdefault(seq.request.account, []).append(seq)
         if plan.budget and self.waiting:
             self._admit(plan)
         self._contended = len(self.waiting) > 0 or len(plan.prompts) > 1
@@ -409,9 +413,11 @@ class Scheduler:
         if there is not."""
         cache, request, growth = self.cache, seq.request, plan.growth
         alone = not self.running
+        tenant = request.identity.namespace.tenant
         if not alone and (
             1 + request.unborn > plan.places
-            or cache.available - growth < blocks_for(seq.num_tokens - cached, cache.block_size)
+            or cache.available_to(tenant) - growth
+            < blocks_for(seq.num_tokens - cached, cache.block_size)
         ):
             return None
         saved = seq.saved
@@ -429,11 +435,12 @@ class Scheduler:
                 seq.key,
                 max_cached=limit,
                 resumed=request.cached_tokens is not None,
+                batch=request.origin.batch,
             )
             if has_room(
                 seq,
                 lease.cached_tokens // cache.block_size,
-                cache.available,
+                cache.available_to(tenant),
                 growth,
                 cache.block_size,
                 alone=alone,
@@ -441,6 +448,8 @@ class Scheduler:
                 self._trace(seq, lease.cached_tokens, cached)
                 return cache.open(lease)
             lease.cancel()
+        if alone:
+            self.hopeless.append(seq)
         return None
 
     def _trace(self, seq: Sequence, taken: int, found: int) -> None:
