@@ -181,12 +181,24 @@ def serve(
     log_format: Annotated[
         str | None, _option(_SERVER, "text (default) or json; one line a request, on stderr.")
     ] = None,
+    metrics_compat: Annotated[
+        str | None,
+        _option(_SERVER, "none (default), or vllm: show metrics under vLLM's names too."),
+    ] = None,
     vllm_metric_names: Annotated[
         bool | None,
         _option(
             _SERVER,
-            "Show metrics under vLLM's names too; off by default.",
+            "The same as --metrics-compat vllm; off by default.",
             "--vllm-metric-names/--no-vllm-metric-names",
+        ),
+    ] = None,
+    inspect_text: Annotated[
+        bool | None,
+        _option(
+            _SERVER,
+            "Show admins the text of all tenants' cached prompts; off by default.",
+            "--inspect-text/--no-inspect-text",
         ),
     ] = None,
     config: Annotated[
@@ -246,6 +258,37 @@ def chat(
         raise typer.Exit(130) from None
 
 
+@app.command()
+def inspect(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    window: Annotated[str, typer.Option(help="Time of the hit rates, such as 90s or 1h.")] = "5m",
+    depth: Annotated[int, typer.Option(min=1, max=100, help="Levels of the tree.")] = 4,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it anew until Ctrl-C.", show_default=False)
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RADIXKV_API_KEY", help="For a server that asks for one.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Look into a running server's cache: pressure, hit rates, what is shared, pins, queues.
+
+    A tenant's key shows its own part, an admin's the whole. Into a pipe it writes plain text.
+    """
+    from radixkv.service.cli_inspect import CacheClient, InspectError, show
+
+    try:
+        client = CacheClient(url, api_key=api_key)
+        show(client, window=window, depth=depth, watch_s=every if watch else None)
+    except InspectError as e:
+        _fail(str(e))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 def _serve(settings: Settings) -> int:
     """Bind, load, serve; returns the exit code."""
     from radixkv.service.http.auth import Gate
@@ -271,7 +314,11 @@ def _serve(settings: Settings) -> int:
 
     async def main() -> bool:
         gate = Gate(tenants, open_metrics=settings.open_metrics)
-        serving = Serving(vllm_metric_names=settings.vllm_metric_names, gate=gate)
+        serving = Serving(
+            vllm_metric_names=settings.vllm_metrics,
+            inspect_text=settings.inspect_text,
+            gate=gate,
+        )
         server = HttpServer(
             serving,
             sock,

@@ -41,8 +41,23 @@ class Settings:
     """The file of those who have keys; without it whoever reaches the server may use it."""
     open_metrics: bool = False
     """Shows /metrics without a key where keys are asked for."""
+    metrics_compat: str = "none"
+    """``vllm`` also shows metrics under vLLM's names, for dashboards and routers made for it."""
     vllm_metric_names: bool = False
-    """Also shows every metric under vLLM's name, for dashboards and routers made for it."""
+    """The same as ``metrics_compat = "vllm"``, by its older name."""
+    inspect_text: bool = False
+    """Shows admins the text of all tenants' cached prompts; without it only that of their own."""
+
+    def __post_init__(self) -> None:
+        if self.metrics_compat not in ("none", "vllm"):
+            raise InvalidConfig(
+                f"metrics_compat is {self.metrics_compat!r}; wanted 'none' or 'vllm'"
+            )
+
+    @property
+    def vllm_metrics(self) -> bool:
+        """Whether vLLM's names are shown too."""
+        return self.vllm_metric_names or self.metrics_compat == "vllm"
 
 
 def load_settings(file: Path | None, flags: Mapping[str, object]) -> Settings:

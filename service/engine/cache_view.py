@@ -20,7 +20,7 @@ from radixkv.service.engine.request import encode
 from radixkv.stats import CacheStats
 
 if TYPE_CHECKING:
-    from radixkv.dump import NodeDump
+    from radixkv.dump import Dump
 
 MAX_COUNTED_NODES = 50_000
 """A tree of more nodes is not walked to count what it wastes: that would hold up a step."""
@@ -103,12 +103,12 @@ class CacheView:
         ).result()
 
     def tree(
-        self, tenants: Collection[str] | None, *, depth: int, limit: int, text: bool = False
-    ) -> list[NodeDump]:
-        """Nodes for drawing, of ``tenants`` or of all if None; with token ids if ``text``."""
+        self, tenants: Collection[str] | None, *, depth: int, limit: int, token_ids: int = 0
+    ) -> Dump:
+        """Nodes for drawing, of ``tenants`` or of all if None; ``token_ids`` of each are told."""
         cache = self._core.cache
         return self._core.call(
-            lambda: cache.dump(tenants, depth=depth, limit=limit, tokens=text)
+            lambda: cache.dump(tenants, depth=depth, limit=limit, token_ids=token_ids)
         ).result()
 
     def inside(self, max_age_s: float = 2.0) -> Inside:

@@ -13,6 +13,7 @@ from radixkv.service.http.cache_api import cache_reset
 from radixkv.service.http.cache_events import LISTENERS, cache_events, end_listening
 from radixkv.service.http.cache_explain import cache_explain
 from radixkv.service.http.cache_stats import cache_stats
+from radixkv.service.http.cache_tree import cache_tree
 from radixkv.service.http.chat import chat_completions
 from radixkv.service.http.completions import completions
 from radixkv.service.http.diagnostics import PromptMemory
@@ -58,6 +59,7 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _get("/v1/cache/stats", cache_stats),
             _post("/v1/cache/explain", cache_explain),
             _get("/v1/cache/events", cache_events),
+            _get("/v1/cache/tree", cache_tree),
             _post("/v1/cache/reset", cache_reset),
             _post("/reset_prefix_cache", cache_reset),
             _get("/health", health),

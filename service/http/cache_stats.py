@@ -158,6 +158,14 @@ class ResidencyReply(TypedDict):
     reuse_gap_s: Quantiles
 
 
+class QueueRow(TypedDict):
+    """Sequences of one tenant in the batch and in the queue."""
+
+    tenant: str
+    running: int
+    waiting: int
+
+
 class CacheStatsReply(TypedDict):
     """What the cache holds and what it was good for."""
 
@@ -177,6 +185,7 @@ class CacheStatsReply(TypedDict):
     hit_rate: float | None
     requests_running: int | None
     requests_waiting: int | None
+    queue: list[QueueRow]
     window: WindowReply | None
     waste: WasteReply | None
     residency: ResidencyReply | None
@@ -243,6 +252,11 @@ def _reply(engine: Engine, caller: Caller, inside: Inside | None) -> CacheStatsR
         "hit_rate": round(tokens["hit"] / queried, 6) if queried else None,
         "requests_running": running,
         "requests_waiting": waiting,
+        "queue": [
+            {"tenant": name, "running": of.num_running, "waiting": of.num_waiting}
+            for name, of in sorted(stats.by_tenant.items())
+            if caller.is_admin or name == caller.tenant
+        ],
         "window": None,
         "waste": None,
         "residency": None,

@@ -21,6 +21,7 @@ from radixkv.service.http.cache_api import CacheResetReply
 from radixkv.service.http.cache_events import DroppedReply, EventReply
 from radixkv.service.http.cache_explain import ExplainRequest
 from radixkv.service.http.cache_stats import CacheStatsReply
+from radixkv.service.http.cache_tree import MAX_DEPTH, MAX_NODES, TreeReply
 from radixkv.service.http.errors import ErrorReply
 from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.replies import (
@@ -110,6 +111,17 @@ _BY = Query(
     {"type": "string", "enum": ["tenant", "identity", "prompt_cache_key"]},
     "What the window's counts are told apart by; default: tenant.",
 )
+_DEPTH = Query(
+    "depth",
+    {"type": "integer", "minimum": 0, "maximum": MAX_DEPTH, "default": 8},
+    "Levels below the roots.",
+)
+_LIMIT = Query(
+    "limit",
+    {"type": "integer", "minimum": 1, "maximum": MAX_NODES, "default": 1000},
+    "Nodes in full; what is left out below a parent is one entry more.",
+)
+_TEXT = Query("text", {"type": "boolean", "default": False}, "Show how edges begin, where allowed.")
 
 ROUTES = (
     Route("post", "/v1/chat/completions", "createChatCompletion", "Answer a chat", "generation",
@@ -133,6 +145,8 @@ ROUTES = (
     Route("post", "/v1/cache/explain", "cacheExplain",
           "Explain what of a prompt is cached, and why not the rest", "cache",
           ExplainReply, ExplainRequest, errors=_BODY_ERRORS),
+    Route("get", "/v1/cache/tree", "cacheTree", "Show the radix tree for drawing", "cache",
+          TreeReply, errors=(400, 500, 503), query=(_DEPTH, _LIMIT, _TEXT)),
     Route("get", "/v1/cache/events", "cacheEvents", "Hear what happens in the cache", "cache",
           events=EventReply | DroppedReply, errors=(400, 429, 500, 503)),
     Route("post", "/v1/cache/reset", "cacheReset", "Empty the cache", "cache",

@@ -68,10 +68,15 @@ class Serving:
         *,
         ping_s: float = PING_S,
         vllm_metric_names: bool = False,
+        inspect_text: bool = False,
         gate: Gate | None = None,
     ) -> None:
-        """``gate`` lets callers in; without one everybody who gets here is the local tenant."""
+        """``gate`` lets callers in; without one everybody who gets here is the local tenant.
+
+        ``inspect_text``: admins may read what all tenants have cached.
+        """
         self.ping_s = ping_s
+        self.inspect_text = inspect_text
         self.gate = gate or Gate()
         self.metrics = Metrics(vllm_names=vllm_metric_names, by_tenant=self.gate.keyed)
         self.draining = False
