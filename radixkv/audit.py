@@ -30,7 +30,7 @@ def check(
     try:
         users = list(users)
         nodes = _walk(tree)
-        ends, superseded = _ends(users)
+        ends, superseded = _ends(tree, users)
         return [
             *tree.pool.check(),
             *_check_shape(tree, nodes),
@@ -45,15 +45,22 @@ def check(
 
 def _walk(tree: RadixTree) -> list[Node]:
     """Return every node, roots too, parents before children."""
-    nodes: list[Node] = list(tree.roots.values())
+    nodes: list[Node] = [root for account in tree.accounts for root in account.roots]
     for node in nodes:
         nodes += (node.children or {}).values()
     return nodes
 
 
-def _ends(users: list[Holder]) -> tuple[Ends, set[Node]]:
-    """Return where holds end, and the superseded tails, which hold what is before them."""
+def _ends(tree: RadixTree, users: list[Holder]) -> tuple[Ends, set[Node]]:
+    """Return where holds end, and the superseded tails, which hold what is before them.
+
+    As locked mounts do.
+    """
     ends: Ends = {}
+    for account in tree.accounts:
+        for root in account.roots:
+            if root.parent is not None:
+                ends.setdefault(root.parent.at(root.start), Counter())[root.start] += 1
     superseded: set[Node] = set()
     for user in users:
         if user._node is not None:
@@ -69,9 +76,7 @@ def _ends(users: list[Holder]) -> tuple[Ends, set[Node]]:
 
 def _check_shape(tree: RadixTree, nodes: list[Node]) -> list[str]:
     wrong: list[str] = []
-    for identity, root in tree.roots.items():
-        if root.identity != identity or root.blocks or root.key or not root.children:
-            wrong.append(f"the root of {identity} is not one, or has nothing below it")
+    wrong += _check_roots(tree)
     for node in nodes:
         for key, child in (node.children or {}).items():
             if child.parent is not node or child.key[: tree.stride] != key:
@@ -79,7 +84,7 @@ def _check_shape(tree: RadixTree, nodes: list[Node]) -> list[str]:
             if child.start != node.end:
                 wrong.append(f"a child of {_name(node)} begins at a depth that is not its end")
         wrong += _check_siblings(tree, node)
-    nodes = [node for node in nodes if node.parent is not None]
+    nodes = [node for node in nodes if node.root is not node]
     for node in nodes:
         tail = 0 < len(node.key) < tree.stride
         if tail and (len(node.blocks) != 1 or node.children or len(node.key) % 4):
@@ -92,12 +97,41 @@ def _check_shape(tree: RadixTree, nodes: list[Node]) -> list[str]:
     unfilled = sum(len(node.blocks) * tree.stride - len(node.key) for node in nodes) // 4
     if unfilled != tree.num_unfilled:
         wrong.append(f"{tree.num_unfilled} places of tails are empty by count, {unfilled} by walk")
-    roots = {root for account in tree.accounts for root in account.roots}
-    if roots != {*tree.roots.values()} or any(r not in r.account.roots for r in roots):
-        wrong.append("the roots of the accounts are not those of the tree")
     num_blocks = sum(len(node.blocks) for node in nodes)
     if num_blocks != tree.num_blocks:
         wrong.append(f"{tree.num_blocks} blocks in the tree by count, {num_blocks} by walk")
+    return wrong
+
+
+def _check_roots(tree: RadixTree) -> list[str]:
+    """Check who files which root, what is a mount, and that a held one holds what is before it."""
+    wrong = []
+    num_mounts = 0
+    for account in tree.accounts:
+        for root in account.roots:
+            border, home = root.border, tree.roots
+            if border is not None:
+                num_mounts += 1
+                home = border.mounts
+            locked = sum(1 for child in (root.children or {}).values() if child.locks)
+            if home.get(root.identity) is not root or root.account is not account:
+                wrong.append(f"the root of {root.identity} is filed wrongly")
+            if root.blocks or root.key or not root.children or root.root is not root:
+                wrong.append(f"the root of {root.identity} is not one, or has nothing below it")
+            if root.start != (0 if border is None else border.num_whole):
+                wrong.append(f"the root of {root.identity} begins at {root.start}")
+            if root.locks != (0 if border is None else locked):
+                wrong.append(f"the root of {root.identity} has {root.locks} locks for {locked}")
+            if (root.parent is not None) != (root.locks > 0 and root.start > 0):
+                wrong.append(f"the root of {root.identity} holds what is before it, or fails to")
+            public = tree.roots.get(border.identity) if border is not None else None
+            if root.parent is not None and root.parent.at(root.start).root is not public:
+                wrong.append(f"the mount of {root.identity} holds another's path")
+    if num_mounts != tree.num_mounts:
+        wrong.append(f"{tree.num_mounts} mounts by count, {num_mounts} by walk")
+    plain = sum(1 for account in tree.accounts for root in account.roots if root.border is None)
+    if plain != len(tree.roots):
+        wrong.append(f"the tree has {len(tree.roots)} roots, its accounts {plain}")
     return wrong
 
 
@@ -166,7 +200,7 @@ def _check_accounts(tree: RadixTree, nodes: list[Node], counted: Mapping[str, in
     wrong = []
     for node in nodes:
         account = node.root.account
-        if node.parent is not None and node.parent.root is not node.root:
+        if node.root is not node and node.parent is not None and node.parent.root is not node.root:
             wrong.append(f"{_name(node)} and its parent have two roots")
         blocks[account] += len(node.blocks)
         evictable[account] += len(node.blocks) - node.num_held()

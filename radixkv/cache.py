@@ -17,6 +17,8 @@ from radixkv.holder import Holder
 from radixkv.identity.identity import CacheIdentity
 from radixkv.lease import Lease as Lease
 from radixkv.matching import NOTHING, Match
+from radixkv.public import PublicPrefix, PublicPrefixes, match_beyond
+from radixkv.shrinking import prune
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
 from radixkv.tokens import encode
@@ -51,6 +53,7 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(self.pool, block_size)
         self.accounts = self.tree.accounts
+        self._public = PublicPrefixes()
         self._live: set[Holder] = set()
         self._copies = PendingCopies()
         self._queries = self._queried = self._hit = self._partial = 0
@@ -76,7 +79,7 @@ class PrefixCache:
         """
         if type(tokens) is not bytes:
             tokens = encode(tokens)
-        (runs, num_whole, source, num_valid, node), cached = self._match(
+        (runs, _, source, num_valid, node), cached, border = self._match(
             identity, tokens, max_cached
         )
         ids = array("i")
@@ -87,7 +90,7 @@ class PrefixCache:
         if node is not None:
             self.tree.hold(node, len(ids))
         account = self.accounts.of(identity.namespace.tenant)
-        lease = Lease(self, identity, ids, node, len(ids), cached, account, batch)
+        lease = Lease(self, identity, ids, node, len(ids), cached, account, batch, border)
         lease._counted = counted = (len(tokens) // 4, num_valid, resumed)
         self._count(account, 1, counted, cached)
         return lease
@@ -104,16 +107,7 @@ class PrefixCache:
         """Return a sequence's table, which takes over what ``lease`` holds, and end the lease."""
         if lease.released:
             raise ValueError("this lease was released or opened before")
-        table = BlockTable(
-            self,
-            lease.identity,
-            lease._ids,
-            lease._node,
-            lease._depth,
-            lease.cached_tokens,
-            lease._account,
-            lease.batch,
-        )
+        table = BlockTable(lease, lease._ids, lease._node, lease._depth, lease.cached_tokens)
         lease.released = True
         lease._ids, lease._node, lease._depth = NO_BLOCKS, None, 0
         self._live.discard(lease)
@@ -135,14 +129,45 @@ class PrefixCache:
 
     def _match(
         self, identity: CacheIdentity, tokens: bytes, max_cached: int | None
-    ) -> tuple[Match, int]:
+    ) -> tuple[Match, int, PublicPrefix | None]:
+        border = self._public.of(identity, tokens) if self._public.count else None
         limit = len(tokens) - 4 if max_cached is None else min(4 * max_cached, len(tokens))
         if limit <= 0 or self.force_miss:
-            return NOTHING, 0
+            return NOTHING, 0, border
         match = self.tree.match(identity, tokens, limit)
         if match is NOTHING:
             self.tree.expect(identity)
-        return match, match[1] * self.block_size + match[3]
+        if border is not None:
+            match, border = match_beyond(self.tree, border, identity, tokens, limit, match)
+        return match, match[1] * self.block_size + match[3], border
+
+    # -- what is public ----------------------------------------------------------------------------
+
+    def declare_public(self, identity: CacheIdentity, tokens: bytes) -> PublicPrefix:
+        """Let every tenant share the KV of ``tokens`` where a sequence begins with all of them.
+
+        ``identity`` says for which model and is in the public namespace (else ValueError). What
+        follows stays private. Publishing a sequence of exactly these tokens makes all of it
+        resident at once. Declaring the same again changes nothing.
+        """
+        self.tree.expect(identity)
+        self.tree.version += 1
+        return self._public.declare(identity, tokens)
+
+    def withdraw_public(self, prefix: PublicPrefix) -> None:
+        """Take ``prefix`` back: nobody who comes from now on finds it, or what went on from it.
+
+        Who uses it keeps it, and shares no more. What was private behind it is freed, at the latest
+        when it is let go; the prefix itself stays the public identity's own. Idempotent.
+        """
+        self._public.withdraw(prefix)
+        for mount in [*prefix.mounts.values()]:
+            prune(self.tree, mount)
+        self.tree.version += 1
+
+    def public_prefixes(self) -> tuple[PublicPrefix, ...]:
+        """Return what is declared public now."""
+        return self._public.all()
 
     # -- the whole ---------------------------------------------------------------------------------
 
@@ -235,7 +260,7 @@ class PrefixCache:
             cached_tokens=tree.num_blocks * self.block_size - tree.num_unfilled,
             evictable_blocks=tree.evictable,
             nodes=tree.num_nodes,
-            identities=len(tree.roots),
+            identities=len(tree.roots) + tree.num_mounts,
         )
 
     def check(self) -> list[str]:

@@ -1,8 +1,9 @@
 """How paths enter the tree: blocks of equal tokens are kept once, edges part where tokens differ.
 
 Knows the tree, token bytes and block ids; nothing of the sequences they come from. Whoever lets a
-path grow holds it: the hold is named by a node and a depth, the root and 0 for none, and is moved
-along.
+path grow holds it: the hold is named by a node and a depth, None and 0 for none, and is moved
+along. Where he holds nothing of the path's own tree yet, it goes on from a ``root``: that of an
+identity, or a mount, if he holds all that comes before that.
 """
 
 from __future__ import annotations
@@ -10,23 +11,30 @@ from __future__ import annotations
 from array import array
 
 from radixkv.blocks import BlockIds
-from radixkv.nodes import MAX_EDGE_BYTES, Node
+from radixkv.nodes import MAX_EDGE_BYTES, Node, Root
 from radixkv.tokens import TOKEN_BYTES, common_bytes
 from radixkv.tree import RadixTree
 
 
 def follow(
-    tree: RadixTree, node: Node, start: int, tokens: bytes, ids: BlockIds, stop: int
-) -> tuple[Node, int]:
+    tree: RadixTree,
+    held: Node | None,
+    start: int,
+    tokens: bytes,
+    ids: BlockIds,
+    stop: int,
+    root: Root | None = None,
+) -> tuple[Node | None, int]:
     """Find which of the whole blocks ``ids[start:stop]`` others have put in, and hold those.
 
     ``ids`` is pointed at the resident blocks in place, and its own, of one reference each, are let
-    go. Returns the hold that takes the place of ``node`` and ``start``.
+    go. Returns the hold that takes the place of ``held`` and ``start``.
     """
     stride = tree.stride
-    if start:
-        node = node.at(start)
-    begin, offset = node, start - node.start
+    begin = held.at(start) if held is not None else None
+    node = root or begin
+    assert node is not None
+    offset = start - node.start
     at, end = start * stride, stop * stride
     resident: BlockIds | None = None
     while at < end:
@@ -49,12 +57,12 @@ def follow(
         if offset < len(node.blocks):
             break
     if not resident:
-        return node, start
+        return begin, start
     depth = start + len(resident)
     own = ids[start:depth]
     ids[start:depth] = resident
     tree.hold(node, depth)
-    if start:
+    if begin is not None:
         tree.let_go(begin, start)
     tree.pool.drop(own)
     tree.num_deduplicated += len(own)
@@ -62,18 +70,25 @@ def follow(
 
 
 def extend(
-    tree: RadixTree, node: Node, depth: int, key: bytes, blocks: BlockIds, batch: bool = False
+    tree: RadixTree,
+    held: Node | None,
+    depth: int,
+    key: bytes,
+    blocks: BlockIds,
+    root: Root | None = None,
+    *,
+    batch: bool = False,
 ) -> Node:
     """Let the path go on with ``key``, which nothing resident goes on with; return its end.
 
     The caller's reference to each of ``blocks`` becomes the tree's. ``batch``: he will release them
     as batch work.
     """
+    node = root or (held.at(depth) if held is not None else None)
+    assert node is not None
     stride, account = tree.stride, node.root.account
     if len(key) < stride:
         tree.num_unfilled += (stride - len(key)) // TOKEN_BYTES
-    if depth:
-        node = node.at(depth)
     if depth - node.start < len(node.blocks):
         node = node.split(depth - node.start, stride)
         tree.num_nodes += 1
@@ -101,6 +116,8 @@ def extend(
             return node
         account.leaves.discard(node)
     # The caller's hold on ``node`` becomes that of the locked child.
+    if root is not None and root.border is not None:
+        tree.step_in(root, held)
     step = max(MAX_EDGE_BYTES // stride, 1)
     for at in range(0, len(blocks), step):
         part = blocks if len(blocks) <= step else blocks[at : at + step]
@@ -113,14 +130,21 @@ def extend(
 
 
 def add_tail(
-    tree: RadixTree, node: Node, depth: int, tail: bytes, block: int, batch: bool = False
+    tree: RadixTree,
+    held: Node | None,
+    depth: int,
+    tail: bytes,
+    block: int,
+    root: Root | None = None,
+    *,
+    batch: bool = False,
 ) -> Node | None:
     """Let the path go on with the tokens of a partial block, and return its end.
 
     Does nothing, and returns None, where a resident block begins with the same tokens.
     """
-    if depth:
-        node = node.at(depth)
+    node = root or (held.at(depth) if held is not None else None)
+    assert node is not None
     offset = depth - node.start
     if offset < len(node.blocks):
         if node.key.startswith(tail, offset * tree.stride):
@@ -132,7 +156,7 @@ def add_tail(
             after = node.order.around(tail)[1] or b""
         if after.startswith(tail):
             return None
-    return extend(tree, node, depth, tail, array("i", [block]), batch)
+    return extend(tree, held, depth, tail, array("i", [block]), root, batch=batch)
 
 
 def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
@@ -157,6 +181,11 @@ def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
     tree.num_nodes -= 1
     tree.num_blocks -= 1
     account.blocks -= 1
+    if tail.locks and node is node.root and node.root.border is not None:
+        # What is held of it is not behind a mount any more, but behind what comes before that.
+        before = tail.parent = tree.step_out(node.root)
+        if before is not None:
+            tail.root = before.root
     if not tail.locks:
         tree.evictable -= 1
         account.evictable -= 1

@@ -13,13 +13,14 @@ import numpy.typing as npt
 from radixkv.blocks import NO_BLOCKS, BlockIds
 from radixkv.identity.identity import CacheIdentity
 from radixkv.nodes import Node
-from radixkv.shrinking import disown
+from radixkv.shrinking import disown, prune
 
 if TYPE_CHECKING:
     from typing import Self
 
     from radixkv.accounts import Account
     from radixkv.cache import PrefixCache
+    from radixkv.public import PublicPrefix
 
 
 class Holder:
@@ -28,11 +29,13 @@ class Holder:
     Those are held through it: the hold is named by ``_node`` and ``_depth``, ``None`` and 0 while
     there are none, and may reach deeper than they do, never less deep. Counts as a user of its
     cache from the beginning until ``released``. Works for one account; if it is ``batch`` work, its
-    use of a block makes it no younger than what interactive work has used.
+    use of a block makes it no younger than what interactive work has used. What lies behind the
+    public prefix ``_border`` is private; None if there is none, or it is not used as public.
     """
 
     __slots__ = (
         "_account",
+        "_border",
         "_cache",
         "_depth",
         "_ids",
@@ -54,8 +57,10 @@ class Holder:
         cached_tokens: int,
         account: Account,
         batch: bool,
+        border: PublicPrefix | None,
     ) -> None:
         self._cache = cache
+        self._border = border
         self._account = account
         self.batch = batch
         self._ids = ids
@@ -80,6 +85,9 @@ class Holder:
         if self._node is not None:
             self._cache.tree.release(self._node, self._depth, self.batch)
         self._ids, self._node, self._depth, self._num_in = NO_BLOCKS, None, 0, 0
+        border = self._border
+        if border is not None and border.withdrawn and self.identity in border.mounts:
+            prune(self._cache.tree, border.mounts[self.identity])
 
     def __enter__(self) -> Self:
         return self

@@ -28,11 +28,12 @@ NOTHING: Match = ([], 0, None, 0, None)
 def match(node: Node, tokens: bytes, limit: int, stride: int) -> Match:
     """Return the longest prefix of ``tokens[:limit]`` (bytes) below a root.
 
-    O(edges on the path) steps, each one dictionary probe and one memcmp.
+    Of what comes before a mount the length is counted in, the runs are not. O(edges on the path)
+    steps, each one dictionary probe and one memcmp.
     """
     whole = limit - limit % stride
     runs: list[BlockIds] = []
-    at = 0
+    begin = at = node.start * stride
     while node.children:
         if at < whole:
             child = node.children.get(tokens[at : at + stride])
@@ -56,7 +57,7 @@ def match(node: Node, tokens: bytes, limit: int, stride: int) -> Match:
             if child is not None:
                 return runs, at // stride, child.blocks[0], num_valid, child
         break
-    return runs, at // stride, None, 0, node if at else None
+    return runs, at // stride, None, 0, node if at > begin else None
 
 
 def _overlap(node: Node, query: bytes) -> tuple[Node | None, int]:

@@ -14,6 +14,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from radixkv.accounts import Account
+    from radixkv.public import PublicPrefix
 
 # To lengthen or shorten an edge copies its key, so longer ones are made as chains: a look-up takes
 # one step more per 16k tokens, and no append or eviction ever copies more than 64 KiB.
@@ -182,11 +183,11 @@ class Node:
         parent.inherit(self.steps[-1][1] if self.steps else self.used)
 
     def shorten(self, keep: int, stride: int) -> None:
-        """Cut the blocks behind the first ``keep`` off this leaf; all of one age, none held."""
+        """Cut the blocks behind the first ``keep`` off this leaf; nobody holds them."""
         del self.blocks[keep:]
         self.key = self.key[: keep * stride]
         end = self.start + keep
-        if self.steps is not None and self.steps[0][0] == end:
+        while self.steps is not None and self.steps[0][0] >= end:
             self.used = self.steps[0][1]
             self.steps = self.steps[1:] or None
         if self.ends is not None:
@@ -251,12 +252,20 @@ class Node:
 
 
 class Root(Node):
-    """The beginning of every path of one identity; has no blocks, and nothing locks it."""
+    """The beginning of every path of one identity; has no blocks, and nothing locks it.
 
-    __slots__ = ("account", "identity")
+    Or of every path that goes on from a public prefix, its ``border``: a *mount*. That begins at
+    the depth to which the prefix fills whole blocks. Whatever locks a child locks it, and while it
+    is locked it holds those blocks; ``parent`` is then the node, or one below, on which they end.
+    """
 
-    def __init__(self, identity: CacheIdentity, account: Account) -> None:
-        super().__init__(b"", NO_BLOCKS, None, 0)
+    __slots__ = ("account", "border", "identity")
+
+    def __init__(
+        self, identity: CacheIdentity, account: Account, border: PublicPrefix | None = None
+    ) -> None:
+        super().__init__(b"", NO_BLOCKS, None, 0 if border is None else border.num_whole)
         self.root = self
         self.identity = identity
         self.account = account
+        self.border = border

@@ -101,11 +101,15 @@ def _remove(tree: RadixTree, leaf: Node) -> None:
 
 def drop_root(tree: RadixTree, root: Root) -> None:
     """Forget a root that nothing is below."""
-    del tree.roots[root.identity]
+    if root.border is None:
+        del tree.roots[root.identity]
+    else:
+        del root.border.mounts[root.identity]
+        tree.num_mounts -= 1
     root.account.roots.discard(root)
 
 
-def disown(tree: RadixTree, node: Node, depth: int) -> Node:
+def disown(tree: RadixTree, node: Node, depth: int) -> Node | None:
     """Give the last block of a path to the one who holds it, and return his hold on the rest.
 
     For when nothing is evictable, so that no path goes on from it.
@@ -124,5 +128,34 @@ def disown(tree: RadixTree, node: Node, depth: int) -> Node:
     parent = node.parent
     assert parent is not None
     # His hold on the parent is what the locked child has been.
+    before: Node | None = parent
+    if parent is parent.root and parent.root.border is not None:
+        before = tree.step_out(parent.root)
     _remove(tree, node)
-    return parent
+    return before
+
+
+def prune(tree: RadixTree, root: Root) -> int:
+    """Free all below ``root`` that nobody holds; return how many blocks. O(nodes below it)."""
+    nodes: list[Node] = [root]
+    for node in nodes:
+        nodes += (node.children or {}).values()
+    num_free, account = tree.pool.free, root.account
+    for node in reversed(nodes[1:]):  # children before parents
+        held = node.num_held()
+        gone = node.blocks[held:]
+        if not gone or node.children:
+            continue
+        tree.num_blocks -= len(gone)
+        tree.evictable -= len(gone)
+        account.blocks -= len(gone)
+        account.evictable -= len(gone)
+        tree.pool.drop(gone)
+        if held:
+            node.shorten(held, tree.stride)
+        else:
+            _remove(tree, node)
+    tree.version += 1
+    if account.bounded:
+        tree.accounts.note(account)
+    return tree.pool.free - num_free

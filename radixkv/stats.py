@@ -50,7 +50,8 @@ class CacheStats:
     nodes: int
     """Nodes of all trees, roots left out."""
     identities: int
-    """Roots: identities with at least one block resident."""
+    """Roots: one for each identity with a block resident, and one for each public prefix behind
+    which it has any."""
 
     @property
     def used_blocks(self) -> int:

@@ -7,20 +7,14 @@ must be copied is returned, for whoever runs the device.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import OutOfBlocks
-from radixkv.growing import add_tail, extend, follow
 from radixkv.holder import Holder
-from radixkv.identity.identity import CacheIdentity
-from radixkv.nodes import Node, Root
-from radixkv.shrinking import drop_root, evict, take
+from radixkv.nodes import Node
+from radixkv.publishing import publish
+from radixkv.shrinking import evict, take
 from radixkv.tokens import encode
-
-if TYPE_CHECKING:
-    from radixkv.accounts import Account
-    from radixkv.cache import PrefixCache
 
 _RELEASED = "this table was released"
 
@@ -45,18 +39,26 @@ class BlockTable(Holder):
 
     def __init__(
         self,
-        cache: PrefixCache,
-        identity: CacheIdentity,
+        origin: Holder,
         ids: BlockIds,
         node: Node | None,
         depth: int,
         num_tokens: int,
-        account: Account,
-        batch: bool,
     ) -> None:
-        super().__init__(cache, identity, ids, node, depth, num_tokens, account, batch)
+        """Begin a sequence of the same kind as ``origin``, which gave us this hold."""
+        super().__init__(
+            origin._cache,
+            origin.identity,
+            ids,
+            node,
+            depth,
+            origin.cached_tokens,
+            origin._account,
+            origin.batch,
+            origin._border,
+        )
         self.num_tokens = num_tokens
-        self.num_published = num_tokens // cache.block_size
+        self.num_published = num_tokens // origin._cache.block_size
         # Sources of copies that the device has yet to make: those with a reference of ours, and
         # those in the tree, for which the hold is kept deeper than ``_num_in``.
         self._sources: list[int] = []
@@ -68,6 +70,19 @@ class BlockTable(Holder):
     def num_blocks(self) -> int:
         """Blocks held, reserved ones included."""
         return len(self._ids)
+
+    @property
+    def tokens_to_border(self) -> int | None:
+        """Tokens to where the public prefix that we begin with ends inside a block; None behind it.
+
+        A step that ends there lets others share all of the prefix; one that does not, what of it
+        fills blocks.
+        """
+        border, size = self._border, self._cache.block_size
+        if border is None or border.withdrawn or not border.num_tokens % size:
+            return None
+        left = border.num_tokens - self.num_tokens
+        return left if left > 0 else None
 
     @property
     def _available(self) -> int:
@@ -178,10 +193,7 @@ class BlockTable(Holder):
         num_in = min(self._num_in, len(ids))
         cache.pool.share(ids[num_in:])
         node = cache.tree.hold(self._node, num_in) if num_in and self._node is not None else None
-        twin = BlockTable(
-            cache, self.identity, ids, node, num_in, self.num_tokens, self._account, self.batch
-        )
-        twin.cached_tokens = self.cached_tokens
+        twin = BlockTable(self, ids, node, num_in, self.num_tokens)
         twin.num_published = self.num_published
         twin._moved = self._moved
         if num_in < len(ids):
@@ -213,7 +225,8 @@ class BlockTable(Holder):
         is pointed at them and its own are freed. With ``tail`` the tokens behind the last whole
         block are shared too, unless their block is a copy that the device has yet to make. What a
         fork shares, and is yet to be copied by it or lies behind what it does not hold, has to wait
-        until it has let go. O(what is new).
+        until it has let go. Nothing is shared any more that went on from a public prefix when that
+        has been withdrawn. O(what is new).
         """
         if self.released:
             raise ValueError(_RELEASED)
@@ -224,59 +237,7 @@ class BlockTable(Holder):
             tokens = encode(tokens)
         if len(tokens) < 4 * self.num_tokens:
             raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {self.num_tokens}")
-        num_whole, rest = divmod(self.num_tokens, cache.block_size)
-        if num_whole > self.num_published:
-            self._publish_whole(tokens, num_whole)
-        if tail and rest and self.num_published == num_whole:
-            self._publish_tail(tokens[num_whole * cache.tree.stride : 4 * self.num_tokens])
-
-    def _publish_whole(self, tokens: bytes, stop: int) -> None:
-        tree, ids, start = self._cache.tree, self._ids, self.num_published
-        if start < self._num_in and not self._take_back(start):
-            return
-        node, depth = follow(tree, self._node or tree.root(self.identity), start, tokens, ids, stop)
-        if self._forks is not None:
-            self._moved |= depth > start
-            stop = self._ready(depth, stop)
-        if depth < stop:
-            key = tokens[depth * tree.stride : stop * tree.stride]
-            node = extend(tree, node, depth, key, ids[depth:stop], self.batch)
-        if not stop:
-            if isinstance(node, Root) and node.children is None:
-                drop_root(tree, node)  # made in vain
-            return
-        self.num_published = stop
-        self._sink(node, stop)
-
-    def _publish_tail(self, tail: bytes) -> None:
-        tree, at = self._cache.tree, self.num_published
-        if self._sources or self._sources_in:
-            return
-        if at < self._num_in and (self._is_in(at, len(tail)) or not self._take_back(at)):
-            return
-        if self._forks is None or self._ready(at, at + 1) > at:
-            node = self._node or tree.root(self.identity)
-            end = add_tail(tree, node, at, tail, self._ids[at], self.batch)
-            if end is not None:
-                self._sink(end, at + 1)
-
-    def _ready(self, start: int, stop: int) -> int:
-        """Return to where our blocks from ``start`` on may enter the tree, for all our forks."""
-        for at in range(start, stop):
-            block = self._ids[at]
-            if block in self._cache._copies:
-                return at
-            if self._moved and self._cache.pool.references(block) > 1:
-                return at  # a fork has it without what is resident before it
-        return stop
-
-    def _sink(self, node: Node, depth: int) -> None:
-        """Note that our hold ends at ``depth`` now, and let our forks hold the same."""
-        self._node, self._depth, self._num_in = node, depth, depth
-        for fork in self._forks or ():
-            if fork is not self and fork._hold_with(self):
-                whole = fork.num_tokens // self._cache.block_size
-                fork.num_published = min(fork._num_in, self.num_published, whole)
+        publish(self, tokens, tail=tail)
 
     # -- whose blocks they are ---------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """The radix tree: which blocks hold the KV of which token paths, and which of the paths are in use.
 
-Knows token bytes, block ids and holds, one root per identity; nothing of sequences, requests or
-tensors. How paths enter it is in growing.py, how they leave it in shrinking.py.
+Knows token bytes, block ids and holds, one root per identity, and one more for each public prefix
+that it goes on from; nothing of sequences, requests or tensors. How paths enter it is in
+growing.py, how they leave it in shrinking.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from radixkv.accounts import Accounts
 from radixkv.blocks import BlockPool
@@ -15,6 +17,9 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.matching import NOTHING, Match, match
 from radixkv.nodes import UNUSED, Node, Root
 from radixkv.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from radixkv.public import PublicPrefix
 
 
 class RadixTree:
@@ -36,6 +41,7 @@ class RadixTree:
         self.accounts = Accounts(pool.capacity)
         self.clock = 1
         self.num_blocks = 0
+        self.num_mounts = 0
         self.num_nodes = 0
         self.num_unfilled = 0  # places for tokens in the blocks of tails that hold none
         self.evictable = 0
@@ -94,6 +100,8 @@ class RadixTree:
         while node.locks == 1:  # it was not locked before
             node = node.parent  # type: ignore[assignment]
             if not node.blocks:  # the root
+                if node.root.border is not None:
+                    self._lock(node.root)
                 break
             if node.ends is not None:
                 taken += len(node.blocks) - node.num_held()
@@ -119,6 +127,11 @@ class RadixTree:
             node.touch(depth, now)
         elif node.start:  # a tail that was superseded: it is not there to tell
             node.above().touch(node.start, now)
+        root = node.root
+        if root.start:  # later than what goes on from it, so that it goes after that
+            assert root.parent is not None
+            self.clock += 1
+            root.parent.at(root.start).touch(root.start, now + 1)
         self.let_go(node, depth)
 
     def let_go(self, node: Node, depth: int) -> None:
@@ -141,6 +154,8 @@ class RadixTree:
         else:
             if node.blocks:
                 self._let_go_superseded(node)
+            elif node.root.border is not None:
+                self._unlock(node.root)
         if freed:
             self._became_evictable(node, freed)
         # Two nodes are kept apart for a hold that ends between them, or for a sibling.
@@ -184,9 +199,69 @@ class RadixTree:
             if tail.start:
                 self.let_go(tail.above(), tail.start)
 
+    # -- mounts ------------------------------------------------------------------------------------
+
+    def mount(self, identity: CacheIdentity, border: PublicPrefix) -> Root:
+        """Return the mount of ``identity`` behind ``border``, made if need be."""
+        mount = border.mounts.get(identity)
+        if mount is None:
+            self.expect(identity)
+            account = self.accounts.of(identity.namespace.tenant)
+            mount = border.mounts[identity] = Root(identity, account, border)
+            account.roots.add(mount)
+            self.num_mounts += 1
+        return mount
+
+    def _lock(self, mount: Root) -> None:
+        """Count one child more that is held; with the first, hold what comes before the mount."""
+        mount.locks += 1
+        if mount.locks == 1 and mount.start:
+            border = mount.border
+            assert border is not None
+            # Whoever holds what is behind has found it through this, just now.
+            before = match(
+                self.roots[border.identity], border.tokens, mount.start * self.stride, self.stride
+            )[4]
+            assert before is not None
+            mount.parent = self.hold(before, mount.start)
+
+    def _unlock(self, mount: Root) -> None:
+        """Count one child less that is held; with the last, let go what comes before the mount."""
+        mount.locks -= 1
+        if not mount.locks and mount.start:
+            before, mount.parent = mount.parent, None
+            assert before is not None
+            self.let_go(before.at(mount.start), mount.start)
+
+    def step_in(self, mount: Root, before: Node | None) -> None:
+        """Make a hold of what comes before ``mount`` (named by ``before``) one of a child of it."""
+        mount.locks += 1
+        if mount.start:
+            assert before is not None
+            if mount.locks == 1:
+                mount.parent = before
+            else:
+                self.let_go(before.at(mount.start), mount.start)
+
+    def step_out(self, mount: Root) -> Node | None:
+        """Make the hold of a child of ``mount`` that goes one of what comes before; name it."""
+        before = mount.parent
+        mount.locks -= 1
+        if before is None:
+            return None
+        if mount.locks:
+            return self.hold(before, mount.start)
+        mount.parent = None
+        return before
+
     def clear(self) -> int:
         """Forget everything; return how many blocks became free. Nobody may hold any."""
+        for account in self.accounts:
+            for root in account.roots:
+                if root.border is not None:
+                    root.border.mounts.clear()
         self.roots.clear()
+        self.num_mounts = 0
         self.accounts.clear()
         self.num_blocks = self.num_nodes = self.num_unfilled = self.evictable = 0
         self.version += 1

@@ -1,0 +1,106 @@
+"""How a sequence's blocks come to be shared: into which tree they go, and when they may.
+
+Knows tables, the public prefix that one may begin with, and whom forks have to wait for; nothing of
+how a tree grows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from radixkv.growing import add_tail, extend, follow
+from radixkv.nodes import Node, Root
+from radixkv.shrinking import drop_root
+
+if TYPE_CHECKING:
+    from radixkv.table import BlockTable
+
+
+def publish(table: BlockTable, tokens: bytes, *, tail: bool) -> None:
+    """Put the blocks of ``table`` into the tree that are not there yet; see BlockTable.publish.
+
+    Of a public prefix the last tokens are put in as well when the table ends with them: they are
+    in a block that will be private, and others are to find them too.
+    """
+    tree, border = table._cache.tree, table._border
+    num_whole, rest = divmod(table.num_tokens, tree.block_size)
+    if border is not None and border.withdrawn:
+        return
+    if num_whole > table.num_published:
+        _publish_whole(table, tokens, num_whole)
+    ends_public = border is not None and table.num_tokens == border.num_tokens
+    if rest and (tail or ends_public) and table.num_published == num_whole:
+        _publish_tail(table, tokens[num_whole * tree.stride : 4 * table.num_tokens])
+
+
+def _publish_whole(table: BlockTable, tokens: bytes, stop: int) -> None:
+    start, border = table.num_published, table._border
+    if start < table._num_in and not table._take_back(start):
+        return
+    if border is not None and start < border.num_whole:
+        _put(table, tokens, min(stop, border.num_whole), _root(table, start, private=False))
+        if table.num_published < border.num_whole or stop == border.num_whole:
+            return
+    _put(table, tokens, stop, _root(table, table.num_published, private=True))
+
+
+def _put(table: BlockTable, tokens: bytes, stop: int, root: Root | None) -> None:
+    """Put our whole blocks up to ``stop`` into one tree; below ``root`` if we hold none there."""
+    tree, ids, start = table._cache.tree, table._ids, table.num_published
+    node, depth = follow(tree, table._node, start, tokens, ids, stop, root)
+    if table._forks is not None:
+        table._moved |= depth > start
+        stop = _ready(table, depth, stop)
+    if depth < stop:
+        key = tokens[depth * tree.stride : stop * tree.stride]
+        below = root if depth == start else None
+        node = extend(tree, node, depth, key, ids[depth:stop], below, batch=table.batch)
+    elif root is not None and root.children is None:
+        drop_root(tree, root)  # made in vain
+    if node is not None:
+        table.num_published = stop
+        _sink(table, node, stop)
+
+
+def _publish_tail(table: BlockTable, tail: bytes) -> None:
+    at, border = table.num_published, table._border
+    if table._sources or table._sources_in:
+        return
+    if at < table._num_in and (table._is_in(at, len(tail)) or not table._take_back(at)):
+        return
+    if table._forks is None or _ready(table, at, at + 1) > at:
+        private = border is None or table.num_tokens > border.num_tokens
+        root, block = _root(table, at, private), table._ids[at]
+        end = add_tail(table._cache.tree, table._node, at, tail, block, root, batch=table.batch)
+        if end is not None:
+            _sink(table, end, at + 1)
+
+
+def _root(table: BlockTable, at: int, private: bool) -> Root | None:
+    """Return the root below which block ``at`` goes; None if we hold what is before it there."""
+    tree, border = table._cache.tree, table._border
+    if border is None:
+        return None if at else tree.root(table.identity)
+    if private:
+        return tree.mount(table.identity, border) if at == border.num_whole else None
+    return None if at else tree.root(border.identity)
+
+
+def _ready(table: BlockTable, start: int, stop: int) -> int:
+    """Return to where our blocks from ``start`` on may enter the tree, for all our forks."""
+    for at in range(start, stop):
+        block = table._ids[at]
+        if block in table._cache._copies:
+            return at
+        if table._moved and table._cache.pool.references(block) > 1:
+            return at  # a fork has it without what is resident before it
+    return stop
+
+
+def _sink(table: BlockTable, node: Node, depth: int) -> None:
+    """Note that our hold ends at ``depth`` now, and let our forks hold the same."""
+    table._node, table._depth, table._num_in = node, depth, depth
+    for fork in table._forks or ():
+        if fork is not table and fork._hold_with(table):
+            whole = fork.num_tokens // table._cache.block_size
+            fork.num_published = min(fork._num_in, table.num_published, whole)
