@@ -10,7 +10,12 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
@@ -39,6 +44,15 @@ _TIMES = {
     "request_decode_time_seconds": ("From the first token to the last.", _SECONDS),
     "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
     "request_generation_tokens": ("Tokens of a request's choices.", _TOKENS),
+}
+
+_RESIDENCY = {
+    "kv_block_lifetime_seconds": ("lifetime", "From publication to eviction; sampled."),
+    "kv_block_idle_before_evict_seconds": ("idle", "From the last use to eviction; sampled."),
+    "kv_block_reuse_gap_seconds": (
+        "reuse_gap",
+        "From the last use of a block until it was found again; sampled.",
+    ),
 }
 
 
@@ -158,6 +172,28 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
             counter.add_metric((model,), value)
             yield counter
+        sources = CounterMetricFamily(
+            PREFIX + "prompt_tokens_by_source",
+            "Prompt tokens of admitted requests by where their KV came from.",
+            labels=("model_name", "source"),
+        )
+        found = stats.prompt_tokens_cached_total + stats.prompt_tokens_found_later_total
+        sources.add_metric((model, "local_compute"), stats.prompt_tokens_computed_total)
+        sources.add_metric((model, "local_cache_hit"), found)
+        yield sources
+        for name, (series, text) in _RESIDENCY.items():
+            histogram = self._engine.cache.residency.get(series)
+            if histogram is None:
+                continue
+            family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
+            buckets = [
+                (str(bound), float(n))
+                for bound, n in zip(histogram.bounds_s, histogram.counts, strict=True)
+            ]
+            family.add_metric(
+                (model,), [*buckets, ("+Inf", float(histogram.count))], histogram.sum_s
+            )
+            yield family
         finished = CounterMetricFamily(
             PREFIX + "request_success",
             "Requests ended, by reason.",
@@ -205,7 +241,8 @@ class EngineCollector(Collector):
         yield info
 
 
-_VLLM = frozenset(_TIMES) | {
+_VLLM = (frozenset(_TIMES) | frozenset(_RESIDENCY)) | {
+    "prompt_tokens_by_source",
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_perc",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from radixkv.stats import CacheStats
 
 if TYPE_CHECKING:
     from radixkv.dump import Dump
+    from radixkv.residency import Histogram
 
 MAX_COUNTED_NODES = 50_000
 """A tree of more nodes is not walked to count what it wastes: that would hold up a step."""
@@ -68,6 +69,17 @@ class CacheView:
     def history(self) -> History:
         """What was asked and found in the last minutes and hours; never waits."""
         return self._core.counters.observer.history
+
+    @property
+    def residency(self) -> Mapping[str, Histogram]:
+        """How long blocks stay (``lifetime``), were idle when they went (``idle``), how soon they
+        were used again (``reuse_gap``): in seconds, as of a second ago or less; never waits."""
+        return self._core.counters.observer.residency
+
+    @property
+    def residency_quantiles(self) -> Mapping[str, Mapping[float, float | None]]:
+        """Quantiles of the same; empty before anything was looked up."""
+        return self._core.counters.observer.quantiles
 
     def listen(self, tenants: Collection[str] | None) -> Listener:
         """Hear of what happens in the cache from now on, on the running event loop; never waits.

@@ -192,7 +192,7 @@ class EngineCore:
             self.step()
             if self.scheduler.idle:
                 self._check_at_rest()
-        self.counters.observer.step(self.cache)
+        self.counters.observer.step(self.cache, idle=self.scheduler.idle)
         self.stats = self._snapshot()
         self._outbox.flush()
 

@@ -1,24 +1,27 @@
 """Tells history and listeners what the engine thread did, at the few places where it is known.
 
-Knows requests and the cache's accounts; computes nothing. Every call is O(1), but for one look at
-all accounts a second, and only when something was evicted or somebody listens.
+Knows requests and the cache's accounts; computes nothing. Every call is O(1), but for a look at how
+long blocks stay, and at all accounts if something was evicted: once a second and at rest.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from radixkv.service.engine.cache_events import CacheEvents
 from radixkv.service.engine.history import History
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
+    from radixkv.residency import Histogram
     from radixkv.service.engine.request import Request, Sequence
 
 _EVERY_S = 1.0
+SERIES: Final = ("lifetime", "idle", "reuse_gap")
+"""Of residency: what it calls its distributions."""
 
 
 @dataclass(slots=True)
@@ -36,8 +39,11 @@ class Observer:
         self.history = History(clock)
         self.events = CacheEvents()
         self._clock = clock
+        self.residency: Mapping[str, Histogram] = {}
+        """How long blocks stay and return, as of the last look; each reading is a new mapping."""
+        self.quantiles: Mapping[str, Mapping[float, float | None]] = {}
         self._looked_s = 0.0
-        self._evicted_blocks = 0
+        self._state = (0, 0)
         self._evicted: dict[str, _Evicted] = {}
 
     def admitted(self, request: Request, found_tokens: int) -> None:
@@ -73,16 +79,26 @@ class Observer:
         if request.completion_tokens:
             self._add(request, generated_tokens=request.completion_tokens)
 
-    def step(self, cache: PrefixCache) -> None:
-        """A step is over."""
+    def step(self, cache: PrefixCache, *, idle: bool = True) -> None:
+        """A step is over; ``idle``: and nothing is left to do, so what is seen now will stay."""
         self.events.step(cache)
-        evicted = cache.tree.num_evicted
-        if evicted == self._evicted_blocks:
-            return
+        state = cache.tree.num_evicted, cache.tree.clock
         now_s = self._clock()
-        if now_s - self._looked_s < _EVERY_S:
+        if state == self._state or (not idle and now_s - self._looked_s < _EVERY_S):
             return
-        self._looked_s, self._evicted_blocks = now_s, evicted
+        self._looked_s = now_s
+        self._look_at_residency(cache)
+        if state[0] != self._state[0]:
+            self._count_evictions(cache)
+        self._state = state
+
+    def _look_at_residency(self, cache: PrefixCache) -> None:
+        residency = getattr(cache, "residency", None)
+        if residency is not None:
+            self.residency = {name: residency.histogram(name) for name in SERIES}
+            self.quantiles = residency.quantiles()
+
+    def _count_evictions(self, cache: PrefixCache) -> None:
         for account in cache.accounts:
             if account.tenant is None:
                 continue
@@ -95,7 +111,8 @@ class Observer:
     def clear(self) -> None:
         """Begin again, as after the warm-up."""
         self.history.clear()
-        self._evicted_blocks = 0
+        self.residency, self.quantiles = {}, {}
+        self._state = (0, 0)
         self._evicted.clear()
 
     def _add(self, request: Request, **counts: int) -> None:

@@ -220,7 +220,33 @@ async def cache_stats(request: web.Request) -> web.Response:
                 "tail_tokens": waste.tail_tokens,
                 "metadata_bytes": waste.metadata_bytes,
             }
+            reply["residency"] = _residency(engine)
     return json_reply(reply)
+
+
+def _residency(engine: Engine) -> ResidencyReply | None:
+    histograms, quantiles = engine.cache.residency, engine.cache.residency_quantiles
+    if not histograms or not quantiles:
+        return None
+
+    def of(name: str) -> Quantiles:
+        found = quantiles[name]
+        return {
+            "samples": histograms[name].count,
+            "p50": _rounded(found.get(0.5)),
+            "p90": _rounded(found.get(0.9)),
+            "p99": _rounded(found.get(0.99)),
+        }
+
+    return {
+        "block_lifetime_s": of("lifetime"),
+        "idle_before_evict_s": of("idle"),
+        "reuse_gap_s": of("reuse_gap"),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def _reply(engine: Engine, caller: Caller, inside: Inside | None) -> CacheStatsReply:
