@@ -224,7 +224,7 @@ class EngineCore:
             stop = start + work.num_tokens
             self.counters.note_computed(seq, start, stop)
             self.scheduler.fairness.changed.add(request.account)
-            if start // self.cache.block_size != stop // self.cache.block_size:
+            if start // self.cache.block_size != stop // self.cache.block_size or work.ends_public:
                 seq.publish()
             wanted = _logit_rows(work, ends)
             prompt_logprobs = request.prompt_logprobs

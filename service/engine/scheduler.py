@@ -49,6 +49,8 @@ class Work:
     table: BlockTable
     num_tokens: int
     copies: list[BlockCopy]
+    ends_public: bool = False
+    """It ends where a public prefix does, inside a block: others can share all of it, if told."""
 
     @property
     def reaches_end(self) -> bool:
@@ -230,13 +232,16 @@ class Scheduler:
                 left = seq.remaining
                 if seq.saved is not None and self._swapper is not None:
                     left = self._swapper.restore(seq)
-                num_tokens = min(left, plan.budget)
+                num_tokens, border = min(left, plan.budget), None
+                if left > 1:
+                    border = seq.table.tokens_to_border
+                    num_tokens = min(num_tokens, border or num_tokens)
                 copies = seq.table.reserve(num_tokens)
             except OutOfBlocks:
                 for victim in self._latest_after(seq) or [seq]:
                     self._preempt(victim, plan)
                 continue
-            plan.works[seq] = Work(seq, seq.table, num_tokens, copies)
+            plan.works[seq] = Work(seq, seq.table, num_tokens, copies, num_tokens == border)
             plan.budget -= num_tokens
             return
 
@@ -320,11 +325,11 @@ class Scheduler:
             self._survey(accounts)
             plan.width = max(1, WINDOW // len(accounts))
         for batch in (False, True):
-            lane = {account for account in accounts if account.batch is batch}
+            lane = [account for account in accounts if account.batch is batch]
             while lane:
                 account = self.fairness.next_to_start(lane)
                 if not self._take_turn(account, plan, alone=len(lane) == 1):
-                    lane.discard(account)
+                    lane.remove(account)
                 if plan.places <= 0 or any(other.passed >= MAX_PASSES for other in plan.short):
                     return
             if plan.short:
