@@ -53,11 +53,14 @@ class Capacity:
         spare = num_blocks - -(-longest // block_size)
         return cls(num_blocks, block_size, longest, min(int(pin_budget * num_blocks), spare))
 
-    def max_tokens(self, prompt_tokens: int, params: SamplingParams, *, param: str) -> int:
+    def max_tokens(
+        self, prompt_tokens: int, params: SamplingParams, *, param: str, kept_blocks: int = 0
+    ) -> int:
         """Tokens that each choice may generate: what was asked, else all that there is room for.
 
         Raises ContextTooLong or NeverFits if the prompt, or what was asked, has no room even alone.
-        The choices share the prompt's whole blocks and each has its own from there on:
+        ``kept_blocks`` are promised to others, used or not; what is pinned may be part of them. The
+        choices share the prompt's whole blocks and each has its own from there on:
 
             | shared whole blocks | rest of the prompt + output | x n      the last token drawn
             |                     |                             |          never gets a KV entry
@@ -75,7 +78,9 @@ class Capacity:
             )
         size = self.block_size
         shared = prompt_tokens // size
-        num_blocks = self.num_blocks - self.pinnable_blocks
+        num_blocks = self.num_blocks - max(self.pinnable_blocks, kept_blocks)
+        if -(-prompt_tokens // size) > num_blocks:
+            raise NeverFits(need_blocks=-(-prompt_tokens // size), capacity_blocks=num_blocks)
         own = (num_blocks - shared) // params.n
         most = max(1, (shared + own) * size - prompt_tokens + 1)
         wanted = min(room, most) if params.max_tokens is None else params.max_tokens

@@ -268,7 +268,11 @@ class Engine:
         is queued.
         """
         self._prompting.check_ids(prompt_token_ids, param)
-        max_tokens = self._capacity.max_tokens(len(prompt_token_ids), params, param=param)
+        accounts = list(self._core.cache.accounts)
+        kept = sum(a.floor for a in accounts if a.tenant != origin.namespace.tenant)
+        max_tokens = self._capacity.max_tokens(
+            len(prompt_token_ids), params, param=param, kept_blocks=kept
+        )
         self._enter(params.n, origin.tenant)
         try:
             stream = Stream(
