@@ -6,6 +6,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from radixkv.service.engine.lookups import Stopped
 from radixkv.service.hints import Cause
 
 
@@ -47,14 +48,19 @@ class HintReply(TypedDict):
 
 
 class LookupReply(TypedDict):
-    """One look-up of a request: at its admission, and after each preemption."""
+    """One look-up of a request: of a choice at its admission, and after each preemption of it.
 
+    `host_tokens` were copied back from host memory, where the preemption had put them. `stopped`
+    says why no more was taken from the device's blocks.
+    """
+
+    choice: int
     resumed: bool
     identity: str
     queried_tokens: int
     device_tokens: int
-    host_tokens: int | None
-    stopped: str | None
+    host_tokens: int
+    stopped: Stopped
 
 
 class ExplainRecord(TypedDict):

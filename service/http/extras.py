@@ -22,12 +22,14 @@ from radixkv.service.http.diagnostics import (
     openai_diagnostics,
     sections_of,
 )
+from radixkv.service.http.explain_shapes import LookupReply
 from radixkv.service.http.explaining import AskedChat, record_of
 from radixkv.service.http.replies import RadixKV, radixkv_reply
 from radixkv.service.http.schema import ChatRequest, CompletionRequest
 from radixkv.service.http.serving import SERVING
 
 if TYPE_CHECKING:
+    from radixkv.service.engine.lookups import Lookup
     from radixkv.service.engine.stream import Stream
 
 PROMPTS = web.AppKey("PROMPTS", PromptMemory)
@@ -113,6 +115,7 @@ class Extras:
                 self._chat,
                 nearest,
             )
+            record["lookups"] = [_lookup(lookup) for lookup in stream.lookups]
             found["radixkv"] = radixkv_reply(stream)
             found["radixkv"]["explain"] = record
         if sections is not None:
@@ -127,3 +130,15 @@ class Extras:
                 )
             self._memory.remember(self._tenant, self._id, sections)
         return found
+
+
+def _lookup(lookup: Lookup) -> LookupReply:
+    return {
+        "choice": lookup.choice,
+        "resumed": lookup.resumed,
+        "identity": lookup.identity_digest,
+        "queried_tokens": lookup.queried_tokens,
+        "device_tokens": lookup.device_tokens,
+        "host_tokens": lookup.host_tokens,
+        "stopped": lookup.stopped,
+    }
