@@ -6,6 +6,7 @@ stripped of control characters: it must not steer the terminal.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,12 +178,14 @@ def _pins(pins: Sequence[Json] | None, ascii_only: bool) -> RenderableType | Non
     if not pins:
         return None
     table = _table("pins", ["name", "tokens", "blocks", "left"], ascii_only)
-    for pin in sorted(pins, key=lambda pin: -pin["tokens"])[:_TOP]:
+    now = time.time()
+    for pin in sorted(pins, key=lambda pin: -pin["pinned_tokens"])[:_TOP]:
+        expires = pin["expires_at"]
         table.add_row(
-            _safe(pin.get("name") or pin["id"]),
-            _number(pin["tokens"]),
+            _safe(pin["name"] or pin["id"]),
+            _number(pin["pinned_tokens"]),
             _number(pin["blocks"]),
-            _duration(pin.get("expires_in_s")),
+            _duration(None if expires is None else max(0.0, expires - now)),
         )
     return table
 

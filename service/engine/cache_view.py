@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.accounts import AccountStats
+from radixkv.accounts import Account, AccountStats
 from radixkv.identity.identity import CacheIdentity
 from radixkv.nodes import Node
 from radixkv.service.engine.cache_events import CacheEvents, Listener
@@ -151,15 +151,15 @@ class CacheView:
             waste=Waste(
                 reserved_tokens=reserved,
                 tail_tokens=stats.cached_blocks * size - stats.cached_tokens,
-                metadata_bytes=_metadata_bytes(cache.tree.roots.values()) if small else None,
+                metadata_bytes=_metadata_bytes(cache.accounts) if small else None,
             ),
         )
 
 
-def _metadata_bytes(roots: Iterable[Node]) -> int:
-    """Return the bytes of host memory that all nodes below ``roots`` take. O(nodes)."""
+def _metadata_bytes(accounts: Iterable[Account]) -> int:
+    """Return the bytes of host memory that all nodes of ``accounts`` take. O(nodes)."""
     size = 0
-    stack: list[Node] = list(roots)
+    stack: list[Node] = [root for account in accounts for root in account.roots]
     while stack:
         node = stack.pop()
         size += sys.getsizeof(node) + sys.getsizeof(node.key) + sys.getsizeof(node.blocks)
