@@ -1,0 +1,142 @@
+"""The bodies of the routes that pin prompts and warm them, and the shapes of their answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field, model_validator
+from typing_extensions import TypedDict
+
+from radixkv.service.http.fields import OriginFields, Strict
+from radixkv.service.http.marks import CacheFields, Mark, Ttl, marks_of
+from radixkv.service.http.messages import ChatFields, Messages
+from radixkv.service.http.replies import RadixKV
+
+
+class PromptRequest(ChatFields, OriginFields):
+    """A prompt in one of three forms; the fields of a chat mean what they mean there."""
+
+    model: str | None = None
+    messages: Messages | None = Field(None, min_length=1)
+    prompt: str | None = Field(None, min_length=1)
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(
+        None, description="Default true: add the tokenizer's BOS to a `prompt`."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PromptRequest:
+        given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ValueError(f"wanted exactly one of messages, prompt and tokens; got {got}")
+        return self
+
+    @property
+    def param(self) -> str:
+        """The name of the field that holds the prompt."""
+        if self.messages is not None:
+            return "messages"
+        return "prompt" if self.prompt is not None else "tokens"
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return where prefixes that are to stay resident end."""
+        return ()
+
+
+class PinRequest(PromptRequest):
+    """The body of `POST /v1/cache/pin`."""
+
+    ttl: Ttl | None = Field(
+        None,
+        description="Let it go when it was not used for so long, such as 5m, 1h or 7d; default: "
+        "never, until it is unpinned or the server ends.",
+    )
+    name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        description="Your own name for it. A pin that had this name before is let go.",
+    )
+
+
+class PrewarmRequest(PromptRequest, CacheFields):
+    """The body of `POST /v1/cache/prewarm`; breakpoints count as in a chat."""
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return where prefixes that are to stay resident end; raises InvalidRequest."""
+        messages = self.messages or []
+        return marks_of([m.parts(f"messages[{i}]") for i, m in enumerate(messages)], self)
+
+
+class UnpinRequest(Strict):
+    """The body of `POST /v1/cache/unpin`: one of `id` and `name`."""
+
+    id: str | None = Field(None, min_length=1, max_length=128)
+    name: str | None = Field(None, min_length=1, max_length=128)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> UnpinRequest:
+        if (self.id is None) == (self.name is None):
+            raise ValueError("wanted exactly one of id and name")
+        return self
+
+
+class PinBudgetReply(TypedDict):
+    """What the caller's tenant may pin and has pinned; a block under two pins counts once."""
+
+    blocks: int
+    used_blocks: int
+
+
+class PinReply(TypedDict):
+    """A pin: the first `pinned_tokens` of the `wanted_tokens` stay resident."""
+
+    object: Literal["cache.pin"]
+    id: str
+    name: str | None
+    pinned_tokens: int
+    wanted_tokens: int
+    cached_tokens: int
+    ttl_s: float | None
+    expires_at: int | None
+    budget: PinBudgetReply
+
+
+class UnpinReply(TypedDict):
+    """What was let go: it stays cached for as long as nothing else needs the room."""
+
+    object: Literal["cache.unpin"]
+    ids: list[str]
+
+
+class PrewarmReply(TypedDict):
+    """A prompt is resident; the same one, sent now, would find `resident_tokens`."""
+
+    object: Literal["cache.prewarm"]
+    prompt_tokens: int
+    cached_tokens: int
+    resident_tokens: int
+    radixkv: RadixKV
+
+
+class PinListed(TypedDict):
+    """A pin, without what it holds; times are Unix times. An admin sees the tenant too."""
+
+    object: Literal["cache.pin"]
+    id: str
+    name: str | None
+    pinned_tokens: int
+    blocks: int
+    ttl_s: float | None
+    created_at: int
+    expires_at: int | None
+    tenant: NotRequired[str]
+
+
+class PinList(TypedDict):
+    """The pins of the caller's tenant; an admin sees everybody's, but no names of others."""
+
+    object: Literal["list"]
+    data: list[PinListed]
+    budget: PinBudgetReply
