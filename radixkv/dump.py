@@ -1,0 +1,223 @@
+"""The tree as a list of nodes, for drawing: the largest parts in full, the rest summed up.
+
+Knows the tree of the tenants it is asked for, and reads nothing of others; gives token ids only if
+it is told to.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from radixkv.nodes import Node, Root
+from radixkv.residency import count_of, last_use
+from radixkv.tokens import TOKEN_BYTES, decode
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+
+MAX_VISITED = 200_000
+"""Nodes that are looked at; what lies below the last of them is not counted."""
+
+
+class DumpNode(NamedTuple):
+    """A root, an edge with the node at its end, or what was left out below a parent.
+
+    The sums are of the node and all below it; of ``other``, of all the children that it stands for.
+    """
+
+    id: int
+    """Its index in the list: a parent comes before its children."""
+    parent: int | None
+    kind: Literal["root", "node", "other"]
+    tenant: str | None
+    identity: str | None
+    """Digest of the identity, in hexadecimal; None where several roots are summed up."""
+    start: int
+    """Tokens of the path before it; of a root, those of the public prefix that it goes on from."""
+    tokens: int
+    """Tokens of its edge; of ``other``, of all the edges that it stands for."""
+    blocks: int
+    """Blocks of its edge; of ``other`` likewise."""
+    references: int
+    """Sequences, leases and pins that hold any of it; of a public prefix those of each tenant's
+    private part together count as one."""
+    idle_s: float | None
+    """Seconds since any of it or below it was in use, 0 if it is now; None: unknown."""
+    subtree_tokens: int
+    subtree_blocks: int
+    subtree_nodes: int
+    token_ids: tuple[int, ...] | None
+    """The first ids of its edge, if they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """Nodes, parents before children. ``complete``: every node was counted somewhere."""
+
+    nodes: tuple[DumpNode, ...]
+    complete: bool
+
+
+class _Walk:
+    """Every node, parents before children, with sums over itself and all below it."""
+
+    def __init__(self, roots: Iterable[Root]) -> None:
+        self.nodes: list[Node] = [*roots]
+        self.parents = [-1] * len(self.nodes)
+        self.complete = True
+        for at, node in enumerate(self.nodes):  # which grows meanwhile
+            if node.children:
+                if len(self.nodes) + len(node.children) > MAX_VISITED:
+                    self.complete = False
+                    break
+                self.nodes += node.children.values()
+                self.parents += [at] * len(node.children)
+        size = len(self.nodes)
+        self.blocks = [len(node.blocks) for node in self.nodes]
+        self.bytes = [len(node.key) for node in self.nodes]
+        self.num_nodes = [1] * size
+        self.holds = [0 if node is node.root else node.locks for node in self.nodes]
+        self.used = [count_of(last_use(node)) for node in self.nodes]
+        self.children: dict[int, list[int]] = {}
+        for at in range(size - 1, -1, -1):
+            parent = self.parents[at]
+            if parent >= 0:
+                self.blocks[parent] += self.blocks[at]
+                self.bytes[parent] += self.bytes[at]
+                self.num_nodes[parent] += self.num_nodes[at]
+                if self.nodes[at].locks:
+                    # A child that has holds is one of its parent's locks, but no root's.
+                    self.holds[parent] += self.holds[at] - (self.parents[parent] >= 0)
+                if self.used[at] > self.used[parent]:
+                    self.used[parent] = self.used[at]
+                self.children.setdefault(parent, []).append(at)
+
+
+def dump(
+    cache: PrefixCache,
+    tenants: Collection[str | None] | None,
+    *,
+    depth: int = 8,
+    limit: int = 1000,
+    token_ids: int = 0,
+) -> Dump:
+    """Return the nodes of ``tenants`` (None: of all), the largest subtrees first.
+
+    ``depth`` levels below the roots and ``limit`` nodes at most; for what is left out below a
+    parent there is one entry more. ``token_ids`` of each edge are told. O(nodes of the tenants, up
+    to MAX_VISITED), about 3 microseconds each.
+    """
+    walk = _Walk(_roots(cache, tenants))
+    draw = _Draw(cache, walk, token_ids)
+    pending = [(-walk.blocks[at], at, 0) for at, up in enumerate(walk.parents) if up < 0]
+    roots = [at for _, at, _ in pending]
+    heapq.heapify(pending)
+    drawn: dict[int, int] = {}
+    while pending and len(drawn) < limit:
+        _, at, level = heapq.heappop(pending)
+        up = walk.parents[at]
+        drawn[at] = draw.node(at, drawn[up] if up >= 0 else None)
+        if level < depth:
+            for child in walk.children.get(at, ()):
+                heapq.heappush(pending, (-walk.blocks[child], child, level + 1))
+    for at, parent in [*drawn.items()]:
+        draw.others([child for child in walk.children.get(at, ()) if child not in drawn], parent)
+    hidden: dict[str | None, list[int]] = {}
+    for at in roots:
+        if at not in drawn:
+            hidden.setdefault(_tenant(walk.nodes[at]), []).append(at)
+    for group in hidden.values():
+        draw.others(group, None)
+    return Dump(tuple(draw.out), walk.complete)
+
+
+class _Draw:
+    """Turns what a walk has found into entries."""
+
+    def __init__(self, cache: PrefixCache, walk: _Walk, num_ids: int) -> None:
+        self.out: list[DumpNode] = []
+        self._walk = walk
+        self._residency = cache.residency
+        self._num_bytes = num_ids * TOKEN_BYTES
+        self._tokens_before = cache.block_size
+        self._digests: dict[Root, str] = {}
+
+    def node(self, at: int, parent: int | None) -> int:
+        """Add a node; return its id."""
+        walk, node = self._walk, self._walk.nodes[at]
+        ids = decode(node.key[: self._num_bytes]) if self._num_bytes else None
+        self.out.append(
+            DumpNode(
+                id=len(self.out),
+                parent=parent,
+                kind="root" if isinstance(node, Root) else "node",
+                tenant=_tenant(node),
+                identity=self._digest(node.root),
+                start=node.start * self._tokens_before,
+                tokens=len(node.key) // TOKEN_BYTES,
+                blocks=len(node.blocks),
+                references=walk.holds[at],
+                idle_s=self._idle(walk.holds[at], walk.used[at]),
+                subtree_tokens=walk.bytes[at] // TOKEN_BYTES,
+                subtree_blocks=walk.blocks[at],
+                subtree_nodes=walk.num_nodes[at],
+                token_ids=None if ids is None else tuple(ids),
+            )
+        )
+        return len(self.out) - 1
+
+    def others(self, group: list[int], parent: int | None) -> None:
+        """Add one entry for nodes of one parent that are not drawn, if there are any."""
+        if not group:
+            return
+        walk, first = self._walk, self._walk.nodes[group[0]]
+        holds = sum(walk.holds[at] for at in group)
+        num_tokens = sum(walk.bytes[at] for at in group) // TOKEN_BYTES
+        num_blocks = sum(walk.blocks[at] for at in group)
+        self.out.append(
+            DumpNode(
+                id=len(self.out),
+                parent=parent,
+                kind="other",
+                tenant=_tenant(first),
+                identity=None if parent is None else self._digest(first.root),
+                start=first.start * self._tokens_before,
+                tokens=num_tokens,
+                blocks=num_blocks,
+                references=holds,
+                idle_s=self._idle(holds, max(walk.used[at] for at in group)),
+                subtree_tokens=num_tokens,
+                subtree_blocks=num_blocks,
+                subtree_nodes=sum(walk.num_nodes[at] for at in group),
+                token_ids=None,
+            )
+        )
+
+    def _idle(self, holds: int, used: int) -> float | None:
+        return 0.0 if holds else self._residency.seconds_since(used)
+
+    def _digest(self, root: Root) -> str:
+        digest = self._digests.get(root)
+        if digest is None:
+            digest = self._digests[root] = root.identity.digest().hex()
+        return digest
+
+
+def _tenant(node: Node) -> str | None:
+    return node.root.identity.namespace.tenant
+
+
+def _roots(cache: PrefixCache, tenants: Collection[str | None] | None) -> list[Root]:
+    """Return the roots of these tenants, without looking at those of others."""
+    accounts = cache.accounts
+    if tenants is None:
+        return [root for account in accounts for root in account.roots]
+    return [
+        root
+        for tenant in dict.fromkeys(tenants)
+        if tenant in accounts
+        for root in accounts.of(tenant).roots
+    ]

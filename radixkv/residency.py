@@ -1,0 +1,172 @@
+"""How long blocks stay in the tree, how long of that unused, how soon they are found again.
+
+Knows blocks, when nodes were used and a clock in seconds; of tokens only whether a block still has
+the same. It samples: it looks at one in so many, and its memory is bounded.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.blocks import BlockIds
+from radixkv.nodes import UNUSED, Node
+from radixkv.sketch import Marks, Sketch
+
+BOUNDS_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+"""Upper bounds of the histograms' buckets, in seconds."""
+QUANTILES = (0.5, 0.9, 0.99)
+SERIES = ("lifetime", "idle", "reuse_gap")
+
+_EVICTIONS = 4  # one run in so many is looked at
+_FINDS = 16  # one acquire in so many is looked at
+_TRACKED = 1024  # blocks whose birth is known
+_FEW = 64  # blocks up to which Python's steps cost less than numpy's call
+_CHILDREN = 32  # of a node, that are asked when it was used last
+
+
+class Histogram(NamedTuple):
+    """Durations by length: ``counts[i]`` do not exceed ``bounds_s[i]``; ``count`` is all."""
+
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum_s: float
+    count: int
+
+
+class Residency:
+    """Three distributions of seconds, since the cache was made or its counters were cleared.
+
+        lifetime    from a block's publication to its eviction
+        idle        from its last use to its eviction
+        reuse_gap   from its last use until it is found again, 0 if it was in use yet; of the last
+                    block of what was found. Where many paths share it, the newest of them tell.
+
+    Of blocks that were evicted, or found; of none that are there still or went in a reset. Nothing
+    is known of what happened before the first release (then it is left out, not 0).
+    """
+
+    def __init__(
+        self, num_blocks: int, stride: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock
+        self._stride = stride
+        self._marks = Marks()
+        self._random = random.Random(num_blocks)
+        self._period = max(8, num_blocks // 512)  # of blocks that are published, one is tracked
+        self._until_birth = self._until_eviction = self._until_find = 1
+        # Block -> when it was published, with which tokens: it may have come to hold others since.
+        self._births: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
+        self._tracked = np.zeros(num_blocks, np.bool_)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let the distributions begin again from nothing."""
+        self.lifetime, self.idle, self.reuse_gap = Sketch(), Sketch(), Sketch()
+
+    def forget(self) -> None:
+        """Note that all blocks have gone in a reset."""
+        self._births.clear()
+        self._tracked[:] = False
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def released(self, count: int) -> None:
+        """Note the time of a release, the ``count``-th by the clock of the tree."""
+        self._marks.note(count, self.clock())
+
+    def published(self, key: bytes, blocks: BlockIds) -> None:
+        """Note that blocks enter the tree with the tokens of ``key``."""
+        self._until_birth -= len(blocks)
+        if self._until_birth > 0:
+            return
+        at = len(blocks) - 1 + self._until_birth
+        self._until_birth = self._random.randrange(1, 2 * self._period)
+        block = blocks[at]
+        tokens = key[at * self._stride : (at + 1) * self._stride]
+        self._births.pop(block, None)
+        self._births[block] = (self.clock(), tokens)
+        self._tracked[block] = True
+        if len(self._births) > _TRACKED:
+            gone, _ = self._births.popitem(last=False)
+            self._tracked[gone] = False
+
+    def evicting(self, leaf: Node, keep: int) -> None:
+        """Note that ``leaf`` is about to lose all its blocks but the first ``keep``."""
+        self._until_eviction -= 1
+        if self._until_eviction:
+            return
+        self._until_eviction = self._random.randrange(1, 2 * _EVICTIONS)
+        now = self.clock()
+        since = self._marks.when(count_of(leaf.used))
+        if since is not None:
+            self.idle.add(now - since, len(leaf.blocks) - keep)
+        blocks = leaf.blocks[keep:] if keep else leaf.blocks
+        if len(blocks) > _FEW:
+            found = np.flatnonzero(self._tracked[np.frombuffer(blocks, np.int32)]).tolist()
+        else:
+            found = [i for i, block in enumerate(blocks) if block in self._births]
+        for i in found:
+            born, tokens = self._births.pop(blocks[i])
+            self._tracked[blocks[i]] = False
+            at = (keep + i) * self._stride
+            if leaf.key[at : at + self._stride] == tokens:
+                self.lifetime.add(now - born)
+
+    def found(self, node: Node, depth: int) -> None:
+        """Note that a path to ``depth``, on the edge of ``node``, is about to be held."""
+        self._until_find -= 1
+        if self._until_find:
+            return
+        self._until_find = self._random.randrange(1, 2 * _FINDS)
+        idle = self.idle_of(node, depth)
+        if idle is not None:
+            self.reuse_gap.add(idle)
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def idle_of(self, node: Node, depth: int) -> float | None:
+        """Return the seconds since the block before ``depth`` was in use; None: unknown."""
+        node = node.at(depth)
+        if node.num_holding(depth) > 0:
+            return 0.0
+        used = node.used
+        for end, when in node.steps or ():
+            if end >= depth:
+                used = when
+        last = count_of(used)
+        for key in islice(reversed(node.children or {}), _CHILDREN):
+            last = max(last, count_of(last_use((node.children or {})[key])))
+        return self.seconds_since(last)
+
+    def seconds_since(self, count: int) -> float | None:
+        """Return the seconds since the tree's clock stood at ``count``; None: unknown."""
+        since = self._marks.when(count)
+        return None if since is None else max(0.0, self.clock() - since)
+
+    def quantiles(self) -> dict[str, dict[float, float | None]]:
+        """Return for each of SERIES its QUANTILES in seconds; None where nothing was sampled."""
+        return {name: {q: getattr(self, name).quantile(q) for q in QUANTILES} for name in SERIES}
+
+    def histogram(self, name: str) -> Histogram:
+        """Return one of SERIES as counts by BOUNDS_S, each within 5 % of its bound."""
+        if name not in SERIES:
+            raise ValueError(f"there is no series {name!r}; accepted: {', '.join(SERIES)}")
+        sketch: Sketch = getattr(self, name)
+        return Histogram(BOUNDS_S, sketch.cumulative(BOUNDS_S), sketch.sum, sketch.count)
+
+
+def count_of(used: int) -> int:
+    """Return what the tree's clock showed at a time that a node notes; 0 if it was never used."""
+    return used if used >= 0 else used - UNUSED
+
+
+def last_use(node: Node) -> int:
+    """Return when any of this edge was used last, as far as it knows by itself."""
+    return node.steps[-1][1] if node.steps else node.used

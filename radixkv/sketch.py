@@ -1,0 +1,105 @@
+"""Distributions of durations in bounded memory, and what time it was when a counter stood so.
+
+Knows numbers and seconds; nothing of what lasted.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+_ACCURACY = 0.05  # of a quantile, relative
+_GAMMA = (1 + _ACCURACY) / (1 - _ACCURACY)
+_LOG_GAMMA = math.log(_GAMMA)
+_LEAST_S = 1e-3  # what is no longer counts as 0
+_MOST_S = 1e9
+
+_MARKS = 512
+_SPACING_S = 0.01
+
+
+class Sketch:
+    """A distribution of seconds: quantiles within 5 %, from 280 counters at most.
+
+    They are of buckets that grow exponentially; what is no longer than a millisecond counts as 0.
+    """
+
+    __slots__ = ("_counts", "count", "sum")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self._counts: dict[int, int] = {}  # i -> durations in (gamma^(i-1), gamma^i] milliseconds
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Count a duration, ``times`` over."""
+        if seconds <= _LEAST_S:
+            seconds, at = 0.0, 0
+        else:
+            at = math.ceil(math.log(min(seconds, _MOST_S) / _LEAST_S) / _LOG_GAMMA)
+        self._counts[at] = self._counts.get(at, 0) + times
+        self.count += times
+        self.sum += seconds * times
+
+    def quantile(self, q: float) -> float | None:
+        """Return the seconds that a share ``q`` of the durations do not exceed; None if none."""
+        if not 0 <= q <= 1:
+            raise ValueError(f"the quantile is {q}; wanted 0 to 1")
+        rank = q * (self.count - 1)
+        for at in sorted(self._counts):
+            rank -= self._counts[at]
+            if rank < 0:
+                # Of all that the bucket may hold, no other value has as small an error.
+                return _LEAST_S * _GAMMA**at * (1 - _ACCURACY) if at else 0.0
+        return None
+
+    def cumulative(self, bounds_s: Sequence[float]) -> tuple[int, ...]:
+        """Return how many durations do not exceed each of the bounds, themselves within 5 %."""
+        buckets = sorted(self._counts)
+        sums = [0]
+        for at in buckets:
+            sums.append(sums[-1] + self._counts[at])
+        last = [round(math.log(max(b, _LEAST_S) / _LEAST_S) / _LOG_GAMMA) for b in bounds_s]
+        return tuple(sums[bisect_right(buckets, at)] for at in last)
+
+
+class Marks:
+    """What time it was when a counter stood so, within 10 ms or 5 % of the time since.
+
+    Told of every change of the counter, it keeps some 500 of them: dense lately, sparse long ago.
+    """
+
+    __slots__ = ("_counts", "_due", "_times")
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._times: list[float] = []
+        self._due = -math.inf
+
+    def note(self, count: int, now: float) -> None:
+        """Note that the counter stands at ``count`` since ``now``. Neither ever falls."""
+        if now < self._due:
+            return
+        self._due = now + _SPACING_S
+        self._counts.append(count)
+        self._times.append(now)
+        if len(self._counts) > _MARKS:
+            self._thin(now)
+
+    def when(self, count: int) -> float | None:
+        """Return since when it stood at ``count``; None if that was before all that is kept."""
+        at = bisect_right(self._counts, count)
+        return self._times[at - 1] if at else None
+
+    def _thin(self, now: float) -> None:
+        """Leave out marks that lie close together, for how long ago they are."""
+        counts, times = [self._counts[0]], [self._times[0]]
+        for i in range(1, len(self._times) - 1):
+            if self._times[i + 1] - times[-1] > _ACCURACY * (now - self._times[i + 1]):
+                counts.append(self._counts[i])
+                times.append(self._times[i])
+        self._counts = [*counts, self._counts[-1]]
+        self._times = [*times, self._times[-1]]
+        if len(self._counts) > _MARKS * 3 // 4:  # many years of them, or time stands still
+            del self._counts[: _MARKS // 4], self._times[: _MARKS // 4]
