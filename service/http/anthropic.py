@@ -8,12 +8,13 @@ OpenAI's clients: the same words are the same tokens by either way.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from radixkv.service.engine.params import Choice, Delta, Generation
+from radixkv.service.engine.params import Choice, Delta
 from radixkv.service.http.anthropic_replies import (
     MessageEvent,
     MessageReply,
@@ -25,8 +26,12 @@ from radixkv.service.http.anthropic_replies import (
 from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRequest, chat_of
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, send_events
+from radixkv.service.http.diagnostics import anthropic_diagnostics, sections_of
+from radixkv.service.http.explaining import AskedChat
+from radixkv.service.http.extras import PROMPTS, Extras
+from radixkv.service.http.messages import Message
 from radixkv.service.http.replies import radixkv_reply
-from radixkv.service.http.serving import SERVING, Serving
+from radixkv.service.http.serving import SERVING
 from radixkv.service.http.sse import EventStream, encode_json, json_reply
 
 if TYPE_CHECKING:
@@ -44,7 +49,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     messages, marks = chat_of(body)
     serving.check_length("".join(str(m.content) for m in messages), "messages")
     token_ids, keeps = await serving.render_marked(messages, body.rendering(), marks)
-    answer = _Answer(serving)
+    answer = _Answer(request, body, messages)
     with serving.running(request):
         stream = serving.submit(
             request,
@@ -54,12 +59,13 @@ async def create_message(request: web.Request) -> web.StreamResponse:
             origin=body.origin(request),
             param="messages",
             keeps=keeps,
+            explain=answer.extras.explain,
         )
         if body.stream:
             return await send_events(
                 request, serving, lambda events: answer.send(events, stream), NamedEvents
             )
-        return json_reply(answer.whole(await stream.aresult()))
+        return json_reply(await answer.whole(stream))
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -88,19 +94,35 @@ _PING: MessageEvent = {"type": "ping"}
 class _Answer:
     """Writes one answer."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(
+        self, request: web.Request, body: MessagesRequest, messages: Sequence[Message]
+    ) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
-        self._model = serving.engine.model_name
-        self._serving = serving
+        self._serving = request.app[SERVING]
+        self._model = self._serving.engine.model_name
+        shown, origin = [message.for_template() for message in messages], body.origin(request)
+        self._sections = sections_of(
+            model=f"{self._model}:{origin.adapter}", messages=shown, salt=origin.salt
+        )
+        self.extras = Extras(
+            request,
+            self.id,
+            explain=bool(body.radixkv and body.radixkv.explain),
+            chat=AskedChat(shown, body.rendering()),
+            sections=self._sections,
+        )
+        self._previous = body.diagnostics
+        self._memory = request.app[PROMPTS]
+        self._tenant = origin.tenant
 
-    def whole(self, generation: Generation) -> MessageReply:
-        """Build the answer that is not streamed."""
+    async def whole(self, stream: Stream) -> MessageReply:
+        """Wait for the answer, and build it whole."""
+        generation = await stream.aresult()
         (choice,) = generation.choices
         stop = _stop(choice)
-        reply = self._message(generation)
+        reply = await self._message(stream)
         reply["content"] = [{"type": "text", "text": choice.text}]
         reply["stop_reason"], reply["stop_sequence"] = stop["stop_reason"], stop["stop_sequence"]
-        reply["radixkv"] = radixkv_reply(generation)
         return reply
 
     async def send(self, events: EventStream, stream: Stream) -> None:
@@ -125,7 +147,7 @@ class _Answer:
                     await self._finish(events, stream, delta)
 
     async def _begin(self, events: EventStream, stream: Stream) -> None:
-        await _send(events, {"type": "message_start", "message": self._message(stream)})
+        await _send(events, {"type": "message_start", "message": await self._message(stream)})
         await _send(
             events,
             {
@@ -145,13 +167,13 @@ class _Answer:
                 "type": "message_delta",
                 "delta": _stop(delta),
                 "usage": message_usage(stream.usage, stream.kept),
-                "radixkv": radixkv_reply(stream),
             },
         )
         await _send(events, {"type": "message_stop"})
 
-    def _message(self, answer: Generation | Stream) -> MessageReply:
-        return {
+    async def _message(self, stream: Stream) -> MessageReply:
+        """Build what is known of the answer once its prompt is computed."""
+        reply: MessageReply = {
             "id": self.id,
             "type": "message",
             "role": "assistant",
@@ -159,8 +181,21 @@ class _Answer:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": message_usage(answer.usage, answer.kept),
+            "usage": message_usage(stream.usage, stream.kept),
+            "radixkv": radixkv_reply(stream),
         }
+        if self._previous is not None:
+            reply["diagnostics"] = anthropic_diagnostics(
+                self._memory,
+                self._tenant,
+                self._previous.previous_message_id,
+                self._sections,
+                stream.usage,
+            )
+        parts = await self.extras.parts([stream])
+        if "radixkv" in parts:
+            reply["radixkv"] = parts["radixkv"]
+        return reply
 
 
 async def _send(events: EventStream, event: MessageEvent) -> None:

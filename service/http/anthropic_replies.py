@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 
 from radixkv.service.engine.keep import Kept
 from radixkv.service.engine.params import Usage
+from radixkv.service.http.diagnostics import AnthropicDiagnostics
 from radixkv.service.http.replies import RadixKV
 
 StopWord = Literal["end_turn", "max_tokens", "stop_sequence"]
@@ -52,6 +53,7 @@ class MessageReply(TypedDict):
     stop_sequence: str | None
     usage: MessageUsage
     radixkv: NotRequired[RadixKV]
+    diagnostics: NotRequired[AnthropicDiagnostics]
 
 
 class TokenCount(TypedDict):
@@ -116,7 +118,6 @@ class MessageDelta(TypedDict):
     type: Literal["message_delta"]
     delta: StopDelta
     usage: MessageUsage
-    radixkv: NotRequired[RadixKV]
 
 
 class MessageStop(TypedDict):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.params import SamplingParams
-from radixkv.service.http.fields import MAX_STOPS, OriginFields, Strict
+from radixkv.service.http.fields import MAX_STOPS, OriginFields, RadixKVOptions, Strict
 from radixkv.service.http.marks import AutomaticFields, CacheControl, Mark, Part, marks_of
 from radixkv.service.http.messages import Message
 from radixkv.service.http.unsupported import ANTHROPIC, Unsupported, refuse_unsupported
@@ -118,6 +118,12 @@ class DiagnosticsOptions(Strict):
     )
 
 
+class PreviousMessage(Strict):
+    """The earlier answer that misses are explained against."""
+
+    previous_message_id: str | None = Field(None, max_length=128)
+
+
 class MessagesRequest(CountTokensRequest, OriginFields):
     """The body of `POST /v1/messages`."""
 
@@ -133,6 +139,10 @@ class MessagesRequest(CountTokensRequest, OriginFields):
         None, description="Accepted and not looked at: who asks is known by the key alone."
     )
     diagnostics: DiagnosticsOptions | None = None
+    diagnostics: PreviousMessage | None = Field(
+        None, description="Answer `diagnostics`: where this prompt leaves an earlier one."
+    )
+    radixkv: RadixKVOptions | None = None
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**64, description="radixkv's own: draw the same answer again."
     )
