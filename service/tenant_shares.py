@@ -47,6 +47,10 @@ class Shares:
         blocks = {name: (claim.quota, claim.floor) for name, claim in claims.items()}
         blocks |= dict.fromkeys(gone, (0, 0))
         self._engine.set_cache_shares(blocks).add_done_callback(_log_failure)
+        self._engine.pins.set_shares(
+            {name: tenant.weight for name, tenant in tenants.items()},
+            {name: claim.floor for name, claim in claims.items()},
+        )
         self._known |= set(tenants)
 
 

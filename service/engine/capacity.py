@@ -5,7 +5,7 @@ Knows token and block counts only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from radixkv.errors import ContextTooLong, InvalidConfig, NeverFits
 from radixkv.service.engine.params import SamplingParams
@@ -50,8 +50,13 @@ class Capacity:
                 f"max_model_len is {max_model_len}; this model was made for {model_len} at most"
             )
         longest = min(max_model_len or model_len, num_blocks * block_size)
-        spare = num_blocks - -(-longest // block_size)
-        return cls(num_blocks, block_size, longest, min(int(pin_budget * num_blocks), spare))
+        bare = cls(num_blocks, block_size, longest)
+        return replace(bare, pinnable_blocks=min(int(pin_budget * num_blocks), bare.spare_blocks))
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks beside those that hold the longest context."""
+        return self.num_blocks - -(-self.max_model_len // self.block_size)
 
     def max_tokens(
         self, prompt_tokens: int, params: SamplingParams, *, param: str, kept_blocks: int = 0

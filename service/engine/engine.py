@@ -33,12 +33,13 @@ from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
 from radixkv.service.engine.fairness import DEFAULT_SHARE, TenantShare
-from radixkv.service.engine.keep import Keep
+from radixkv.service.engine.keep import Keep, Kept
 from radixkv.service.engine.keeping import Keeper
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.logprobs import PromptLogprobs
 from radixkv.service.engine.origin import LOCAL, Origin, take_origin
 from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
+from radixkv.service.engine.pin_view import PinView
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.runner import ModelRunner
@@ -103,7 +104,8 @@ class Engine:
             batch_share=self.config.batch_share,
             swap_memory=self.config.swap_memory,
         )
-        self._keeper = Keeper(cache, self._capacity.pinnable_blocks)
+        self._keeper = Keeper(cache, self._capacity)
+        self.pins = PinView(self._core, self._keeper)
         self.cache = CacheView(self._core, self._identity)
         self._arrivals = itertools.count()
         self._changed = threading.Condition()
@@ -249,6 +251,25 @@ class Engine:
         """Answer a chat bit by bit: iterate the result with ``for`` or ``async for``."""
         return self._start(self.render(messages), sampling, param="messages")
 
+    def pin(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        ttl_s: float | None = None,
+        name: str | None = None,
+        **origin: Any,
+    ) -> Kept:
+        """Compute ``prompt``, as far as it is not resident, and pin it; wait for that.
+
+        It stays until it was not used for ``ttl_s`` seconds; None: until it is unpinned
+        (``engine.pins``). ``origin`` are fields of Origin. The answer says how much was granted.
+        """
+        asked_by = take_origin(origin)
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0} | origin)
+        keep = Keep(len(ids), ttl_s, name)
+        return self.submit(ids, params, origin=asked_by, keeps=[keep]).result().kept[0]
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -301,7 +322,8 @@ class Engine:
                 request.prompt_logprobs = PromptLogprobs(
                     request.prompt_ids, params.prompt_logprobs, self.token_text
                 )
-            request.on_prompt = partial(self._keeper.prompt_computed, keeps)
+            if keeps:
+                request.on_prompt = partial(self._keeper.prompt_computed, keeps)
             request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
             self._core.submit(request)
         except BaseException:

@@ -1,23 +1,24 @@
-"""Pins what requests ask to keep, when their prompt's KV is there, and renews what they use.
+"""Pins what requests ask to keep, once their prompt's KV is there, within their owner's budget.
 
 Knows requests, owners and the cache's pins; nothing of how anybody asked. Used by the engine thread
-only. An owner is a tenant: what one of them has pinned never changes what another one is granted,
-for each has a share of its own of what may be pinned.
+only. An owner is a tenant. Each has a share of its own of what may be pinned, so what one of them
+has pinned never changes, nor shows in, what another one is granted.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from radixkv.cache import PrefixCache
+from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.keep import Keep, Kept
+from radixkv.service.engine.request import Sequence as Choice
+from radixkv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from radixkv.pins import Pin
-    from radixkv.service.engine.request import Sequence as Choice
+    from radixkv.pins import Pin, Pins
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,48 +32,48 @@ class PinBudget:
 class Keeper:
     """The pins of one engine's cache."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        pinnable_blocks: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._pins = getattr(cache, "pins", None)
-        self._pinnable = pinnable_blocks
-        self._clock = clock
-        self._shares: dict[str, float] | None = None
+    def __init__(self, cache: PrefixCache, capacity: Capacity) -> None:
+        self._cache = cache
+        self._capacity = capacity
+        self._budgets: dict[str, int] | None = None
 
-    def set_shares(self, weights: Mapping[str, float]) -> None:
+    @property
+    def _pins(self) -> Pins:
+        return self._cache.pins
+
+    def set_shares(self, weights: Mapping[str, float], floors: Mapping[str, int]) -> None:
         """Divide what may be pinned between these owners; others may pin nothing from now on.
 
-        What is pinned already stays so to its end. Before the first call each owner may pin all.
+        ``floors`` are the blocks that each keeps against all others: what is left beside them must
+        hold the longest request, pins or not. What is pinned already stays so to its end. Before
+        the first call there is one owner, who may pin all.
         """
-        total = sum(weights.values())
-        self._shares = {owner: weight / total for owner, weight in weights.items()} if total else {}
+        capacity, total = self._capacity, sum(weights.values())
+        others = sum(floors.values()) - min(floors.values(), default=0)
+        blocks = max(0, min(capacity.pinnable_blocks, capacity.spare_blocks - others))
+        self._budgets = {
+            owner: int(blocks * weight / total) for owner, weight in weights.items() if total
+        }
 
     def budget(self, owner: str) -> PinBudget:
         """Return what ``owner`` may pin and has pinned."""
-        self.expire()
+        self._pins.expire()
         return PinBudget(self._blocks_of(owner), self._pins.used_blocks(owner))
 
-    def now(self) -> float:
-        """Return the time by which pins expire, in seconds."""
-        return self._clock()
-
-    def expire(self) -> None:
-        """Let go what was not used for its time. O(what expires)."""
-        self._pins.expire(self._clock())
-
-    def pins(self, owner: str | None) -> list[Pin]:
+    def of(self, owner: str | None) -> list[Pin]:
         """Return the pins of ``owner``, or everybody's, the oldest first."""
-        self.expire()
+        self._pins.expire()
         return self._pins.list(owner)
+
+    def now(self) -> float:
+        """Return the time by which pins are made and expire, in seconds."""
+        return self._pins.clock()
 
     def unpin(self, owner: str | None, *, pin_id: str | None, name: str | None) -> list[str]:
         """Let pins go, by id or name, of ``owner`` only unless that is None; return their ids."""
         gone = [
             pin.id
-            for pin in self.pins(owner)
+            for pin in self._pins.list(owner)
             if (pin_id is not None and pin.id == pin_id) or (name is not None and pin.name == name)
         ]
         for each in gone:
@@ -80,25 +81,17 @@ class Keeper:
         return gone
 
     def prompt_computed(self, keeps: Sequence[Keep], first: Choice) -> None:
-        """Renew the pins that this prompt begins with, and pin what it asks to keep.
+        """Pin what a request asked to keep, and note in its stream what was granted.
 
-        ``first`` holds the prompt's KV; nothing was generated yet. What was granted is noted in the
-        request's stream.
+        ``first`` holds the prompt's KV; nothing was generated yet.
         """
         request = first.request
-        if self._pins is None:
+        if not hasattr(self._cache, "pins"):
             request.stream.kept = tuple(Kept(keep, 0, None) for keep in keeps)
             return
-        owner, prompt = request.origin.tenant, request.prompt_bytes
-        self.expire()
-        mine = self._pins.list(owner)
-        if not keeps and not mine:
-            return
-        for pin in mine:
-            if pin.identity == request.identity and prompt.startswith(pin.tokens):
-                self._pins.refresh(pin.id)
-        if keeps and request.may_publish:
+        if request.may_publish:
             first.publish(tail=True)
+        # The shortest first: where the budget is short, it lives longest.
         kept = [self._keep(first, keep) for keep in sorted(keeps, key=lambda k: k.num_tokens)]
         request.stream.kept = tuple(kept)
 
@@ -108,41 +101,60 @@ class Keeper:
         blocks = self._blocks_of(owner)
         if not request.may_publish or not blocks or not keep.num_tokens:
             return Kept(keep, 0, None)
-        if keep.name is not None:  # what had this name before may stand in the way of its follower
-            self.unpin(owner, pin_id=None, name=keep.name)
+        tokens = request.prompt_bytes[: TOKEN_BYTES * keep.num_tokens]
+        if keep.name is not None:
+            self._let_go_namesakes(owner, keep.name, tokens)
         self._pins.set_budget(owner, blocks)
-        pin = self._pins.pin(
-            request.identity,
-            request.prompt_bytes[: 4 * keep.num_tokens],
-            owner=owner,
-            ttl_s=keep.ttl_s,
-            name=keep.name,
-        )
-        if not pin.granted_tokens:
-            return Kept(keep, 0, None)
-        if keep.name is None:
-            self._let_go_shorter(pin)
-        return Kept(keep, pin.granted_tokens, pin.id)
 
-    def _let_go_shorter(self, pin: Pin) -> None:
-        """Let go what ``pin`` holds too and for longer: as a chat grows, so does its one pin."""
-        for other in self._pins.list(pin.owner):
-            if (
-                other.id != pin.id
-                and other.name is None
-                and _lives_longer(pin, other)
-                and other.identity == pin.identity
-                and pin.tokens.startswith(other.tokens)
-            ):
+        def pin() -> Pin:
+            return self._pins.pin(
+                request.identity, tokens, owner=owner, ttl_s=keep.ttl_s, name=keep.name
+            )
+
+        pinned = pin()
+        if keep.name is None:
+            wanted = tokens if pinned.short == "budget" else _granted(pinned)
+            if self._let_go_shorter(pinned, wanted) and pinned.short == "budget":
+                pinned = pin()
+        if not pinned.granted_tokens:
+            return Kept(keep, 0, None)
+        return Kept(keep, pinned.granted_tokens, pinned.id)
+
+    def _let_go_namesakes(self, owner: str, name: str, tokens: bytes) -> None:
+        """What had this name and was something else makes room for what has it now."""
+        for other in self._pins.list(owner):
+            if other.name == name and other.tokens != tokens:
                 self._pins.unpin(other.id)
 
+    def _let_go_shorter(self, pin: Pin, tokens: bytes) -> bool:
+        """Let go the nameless pins that ``tokens`` begin with and that ``pin`` outlives.
+
+        So a chat that grows has one pin that grows, not one for each turn. Tells if there was any.
+        """
+        shorter = [
+            other.id
+            for other in self._pins.list(pin.owner)
+            if other.id != pin.id
+            and other.name is None
+            and other.identity == pin.identity
+            and _outlives(pin, other)
+            and tokens.startswith(_granted(other))
+        ]
+        for each in shorter:
+            self._pins.unpin(each)
+        return bool(shorter)
+
     def _blocks_of(self, owner: str) -> int:
-        if self._shares is None:
-            return self._pinnable
-        return int(self._pinnable * self._shares.get(owner, 0.0))
+        if self._budgets is None:
+            return self._capacity.pinnable_blocks
+        return self._budgets.get(owner, 0)
 
 
-def _lives_longer(pin: Pin, other: Pin) -> bool:
+def _granted(pin: Pin) -> bytes:
+    return pin.tokens[: TOKEN_BYTES * pin.granted_tokens]
+
+
+def _outlives(pin: Pin, other: Pin) -> bool:
     if pin.ttl_s is None:
         return True
     return other.ttl_s is not None and other.ttl_s <= pin.ttl_s
