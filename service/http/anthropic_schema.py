@@ -110,14 +110,6 @@ class CountTokensRequest(AutomaticFields):
         }
 
 
-class DiagnosticsOptions(Strict):
-    """Asks why the prompt did not go on from an earlier one."""
-
-    previous_message_id: str | None = Field(
-        None, max_length=128, description="The id of the answer to it; null in a first turn."
-    )
-
-
 class PreviousMessage(Strict):
     """The earlier answer that misses are explained against."""
 
@@ -138,7 +130,6 @@ class MessagesRequest(CountTokensRequest, OriginFields):
     metadata: dict[str, Any] | None = Field(
         None, description="Accepted and not looked at: who asks is known by the key alone."
     )
-    diagnostics: DiagnosticsOptions | None = None
     diagnostics: PreviousMessage | None = Field(
         None, description="Answer `diagnostics`: where this prompt leaves an earlier one."
     )
