@@ -110,12 +110,6 @@ class CountTokensRequest(AutomaticFields):
         }
 
 
-class PreviousMessage(Strict):
-    """The earlier answer that misses are explained against."""
-
-    previous_message_id: str | None = Field(None, max_length=128)
-
-
 class MessagesRequest(CountTokensRequest, OriginFields):
     """The body of `POST /v1/messages`."""
 
