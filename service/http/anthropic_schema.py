@@ -110,6 +110,14 @@ class CountTokensRequest(AutomaticFields):
         }
 
 
+class DiagnosticsOptions(Strict):
+    """Asks why the prompt did not go on from an earlier one."""
+
+    previous_message_id: str | None = Field(
+        None, max_length=128, description="The id of the answer to it; null in a first turn."
+    )
+
+
 class MessagesRequest(CountTokensRequest, OriginFields):
     """The body of `POST /v1/messages`."""
 
@@ -124,9 +132,7 @@ class MessagesRequest(CountTokensRequest, OriginFields):
     metadata: dict[str, Any] | None = Field(
         None, description="Accepted and not looked at: who asks is known by the key alone."
     )
-    diagnostics: PreviousMessage | None = Field(
-        None, description="Answer `diagnostics`: where this prompt leaves an earlier one."
-    )
+    diagnostics: DiagnosticsOptions | None = None
     radixkv: RadixKVOptions | None = None
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**64, description="radixkv's own: draw the same answer again."
