@@ -59,6 +59,7 @@ def test_the_skeleton_is_openapi_3_1() -> None:
                 "responses",
                 "parameters",
                 "requestBody",
+                "security",
             }
             assert "200" in operation["responses"]
             for response in operation["responses"].values():
@@ -74,7 +75,7 @@ def test_streams_and_errors_are_described() -> None:
         "ChatChunk",
         "ErrorReply",
     }
-    assert set(chat["responses"]) == {"200", "400", "404", "413", "415", "429", "500", "503"}
+    assert set(chat["responses"]) == {"200", "400", "401", "404", "413", "415", "429", "500", "503"}
     assert "Retry-After" in chat["responses"]["429"]["headers"]
 
 

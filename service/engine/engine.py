@@ -41,6 +41,7 @@ from radixkv.service.engine.origin import LOCAL, Origin, take_origin
 from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
 from radixkv.service.engine.pin_view import PinView
 from radixkv.service.engine.prompting import Prompting
+from radixkv.service.engine.public_prompts import PublicPrompts, chat_prefix, public
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.runner import ModelRunner
 from radixkv.service.engine.sampling import ChoiceSampler, Prompt
@@ -107,6 +108,7 @@ class Engine:
         self._keeper = Keeper(cache, self._capacity)
         self.pins = PinView(self._core, self._keeper)
         self.cache = CacheView(self._core, self._identity)
+        self.public = PublicPrompts(self._core, lambda: public(self._identity(LOCAL)))
         self._arrivals = itertools.count()
         self._changed = threading.Condition()
         self._in_flight = 0  # choices of requests that are not finished
@@ -357,6 +359,15 @@ class Engine:
             self._core.clear_counters()
 
         self._core.call(forget).result()
+
+    def share_system_prompts(self, texts: Sequence[str]) -> None:
+        """Let all tenants share each of these system prompts, and compute them now; leaves no
+        counts. Raises InvalidRequest where the template or the pool has no room for one."""
+        for text in texts:
+            ids = chat_prefix(self.render, [{"role": "system", "content": text}])
+            self.public.declare(ids)
+            self.generate(ids, max_tokens=1, ignore_eos=True, temperature=0.0, salt="public")
+        self._core.call(self._core.clear_counters).result()
 
     def set_tenant_share(self, tenant: str, share: TenantShare) -> None:
         """Give ``tenant`` (``Origin.tenant``) a weight and limits, for what is submitted from now

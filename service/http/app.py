@@ -23,6 +23,7 @@ from radixkv.service.http.guard import answer_expect, only_loopback_names
 from radixkv.service.http.models import health, list_models, load, metrics, one_model, version
 from radixkv.service.http.observe import add_headers, observing
 from radixkv.service.http.openapi import openapi
+from radixkv.service.http.public import declare_public, list_public, withdraw_public
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.tokens import detokenize, tokenize
 
@@ -62,6 +63,9 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _get("/v1/cache/tree", cache_tree),
             _post("/v1/cache/reset", cache_reset),
             _post("/reset_prefix_cache", cache_reset),
+            _get("/v1/cache/public", list_public),
+            _post("/v1/cache/public", declare_public),
+            _delete("/v1/cache/public/{id}", withdraw_public),
             _get("/health", health),
             _get("/v1/health", health),
             _get("/ping", health),
@@ -76,6 +80,10 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
 
 def _get(path: str, handler: Handler) -> web.RouteDef:
     return web.get(path, handler, expect_handler=answer_expect)
+
+
+def _delete(path: str, handler: Handler) -> web.RouteDef:
+    return web.delete(path, handler, expect_handler=answer_expect)
 
 
 def _post(path: str, handler: Handler) -> web.RouteDef:

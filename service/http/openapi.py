@@ -5,6 +5,7 @@ A route that is not in ``ROUTES`` fails a test, so the document cannot fall behi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import radixkv
 from radixkv.service.http.anthropic_errors import AnthropicError, speaks_anthropic
 from radixkv.service.http.anthropic_replies import MessageEvent, MessageReply, TokenCount
 from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRequest
+from radixkv.service.http.auth import OPEN_PATHS
 from radixkv.service.http.cache_api import CacheResetReply
 from radixkv.service.http.cache_events import DroppedReply, EventReply
 from radixkv.service.http.cache_explain import ExplainRequest
@@ -24,6 +26,12 @@ from radixkv.service.http.cache_stats import CacheStatsReply
 from radixkv.service.http.cache_tree import MAX_DEPTH, MAX_NODES, TreeReply
 from radixkv.service.http.errors import ErrorReply
 from radixkv.service.http.explain_shapes import ExplainReply
+from radixkv.service.http.public import (
+    PublicDeleted,
+    PublicList,
+    PublicReply,
+    PublicRequest,
+)
 from radixkv.service.http.replies import (
     ChatChunk,
     ChatReply,
@@ -47,12 +55,14 @@ from radixkv.service.http.sse import json_reply
 _ERRORS = {
     400: "The request cannot be served; `param` names the field at fault. A prompt that is too "
     "long has the code `context_length_exceeded`.",
+    401: "No key that opens this, where the server asks for one.",
     403: "Not allowed for this caller.",
     404: "No such model or route.",
     409: "Not possible now; the message says why.",
     413: "The body is larger than `max_body`.",
     415: "The body is not declared as JSON.",
-    429: "The queue is full; `Retry-After` says when to try again.",
+    429: "The queue is full (`queue_full`), or a limit of the caller's tenant is met "
+    "(`rate_limit_exceeded`, and `limit` says which); `Retry-After` says when to try again.",
     500: "A bug; the log has the details under the request's id.",
     503: "The model is loading, the server is stopping, or the engine has died.",
 }
@@ -153,6 +163,14 @@ ROUTES = (
           CacheResetReply, errors=(403, 409, 500, 503)),
     Route("post", "/reset_prefix_cache", "resetPrefixCache", "Empty the cache (vLLM's path)",
           "cache", CacheResetReply, errors=(403, 409, 500, 503)),
+    Route("get", "/v1/cache/public", "listPublicPrompts", "List the prompts that all share",
+          "cache", PublicList, errors=(403, 500, 503)),
+    Route("post", "/v1/cache/public", "declarePublicPrompt",
+          "Let all tenants share a prompt, and compute it", "cache", PublicReply, PublicRequest,
+          errors=(400, 403, 404, 413, 415, 429, 500, 503)),
+    Route("delete", "/v1/cache/public/{id}", "withdrawPublicPrompt",
+          "Let tenants share a prompt no more", "cache", PublicDeleted,
+          errors=(403, 404, 500, 503)),
     Route("get", "/health", "health", "Tell whether the engine serves", "operation", HealthReply),
     Route("get", "/v1/health", "healthV1", "The same under llama.cpp's path", "operation",
           HealthReply),
@@ -207,6 +225,10 @@ def document() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": shared.get("$defs", {}),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "headers": {
                 "RequestId": {
                     "description": "The caller's X-Request-Id, or one that we made.",
@@ -242,7 +264,8 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     responses: dict[str, Any] = {
         "200": {"description": route.summary + ".", "headers": headers, "content": answer}
     }
-    for status in route.errors:
+    keyed = route.path not in OPEN_PATHS
+    for status in sorted({*route.errors, 401} if keyed else route.errors):
         more = {"Retry-After": {"schema": {"type": "integer"}}} if status in (429, 503) else {}
         responses[str(status)] = {
             "description": _ERRORS[status],
@@ -255,13 +278,15 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         "tags": [route.tag],
         "responses": responses,
     }
+    if keyed:
+        operation["security"] = [{"bearer": []}, {"header": []}, {}]  # {}: servers without tenants
     parameters: list[dict[str, Any]] = [
         {"name": q.name, "in": "query", "schema": q.schema, "description": q.description}
         for q in route.query
     ]
-    if "{model}" in route.path:
+    for name in re.findall(r"{(\w+)}", route.path):
         parameters.append(
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         )
     if parameters:
         operation["parameters"] = parameters
