@@ -94,9 +94,13 @@ class Observer:
 
     def _look_at_residency(self, cache: PrefixCache) -> None:
         residency = getattr(cache, "residency", None)
-        if residency is not None:
-            self.residency = {name: residency.histogram(name) for name in SERIES}
-            self.quantiles = residency.quantiles()
+        if residency is None:
+            return
+        counts = (residency.lifetime.count, residency.idle.count, residency.reuse_gap.count)
+        if self.residency and counts == tuple(h.count for h in self.residency.values()):
+            return  # few look-ups and evictions are sampled, and to sum them up takes a while
+        self.residency = {name: residency.histogram(name) for name in SERIES}
+        self.quantiles = residency.quantiles()
 
     def _count_evictions(self, cache: PrefixCache) -> None:
         for account in cache.accounts:
