@@ -23,6 +23,7 @@ from radixkv.service.http.guard import answer_expect, only_loopback_names
 from radixkv.service.http.models import health, list_models, load, metrics, one_model, version
 from radixkv.service.http.observe import add_headers, observing
 from radixkv.service.http.openapi import openapi
+from radixkv.service.http.pins import list_pins, pin, prewarm, unpin
 from radixkv.service.http.public import declare_public, list_public, withdraw_public
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.tokens import detokenize, tokenize
@@ -57,6 +58,10 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _get("/v1/models/{model:.+}", one_model),
             _post("/tokenize", tokenize),
             _post("/detokenize", detokenize),
+            _get("/v1/cache/pins", list_pins),
+            _post("/v1/cache/pin", pin),
+            _post("/v1/cache/unpin", unpin),
+            _post("/v1/cache/prewarm", prewarm),
             _get("/v1/cache/stats", cache_stats),
             _post("/v1/cache/explain", cache_explain),
             _get("/v1/cache/events", cache_events),

@@ -26,6 +26,15 @@ from radixkv.service.http.cache_stats import CacheStatsReply
 from radixkv.service.http.cache_tree import MAX_DEPTH, MAX_NODES, TreeReply
 from radixkv.service.http.errors import ErrorReply
 from radixkv.service.http.explain_shapes import ExplainReply
+from radixkv.service.http.pins_schema import (
+    PinList,
+    PinReply,
+    PinRequest,
+    PrewarmReply,
+    PrewarmRequest,
+    UnpinReply,
+    UnpinRequest,
+)
 from radixkv.service.http.public import (
     PublicDeleted,
     PublicList,
@@ -150,6 +159,13 @@ ROUTES = (
           TokenizeReply, TokenizeRequest, errors=_BODY_ERRORS),
     Route("post", "/detokenize", "detokenize", "Turn token ids into text", "tokens",
           DetokenizeReply, DetokenizeRequest, errors=_BODY_ERRORS),
+    Route("get", "/v1/cache/pins", "listPins", "List what is pinned", "cache", PinList),
+    Route("post", "/v1/cache/pin", "pinPrompt", "Compute a prompt and pin it", "cache",
+          PinReply, PinRequest, errors=(400, 404, 409, 413, 415, 429, 500, 503)),
+    Route("post", "/v1/cache/unpin", "unpinPrompt", "Let a pin go", "cache", UnpinReply,
+          UnpinRequest, errors=(400, 404, 413, 415, 500, 503)),
+    Route("post", "/v1/cache/prewarm", "prewarmPrompt", "Compute a prompt without an answer",
+          "cache", PrewarmReply, PrewarmRequest, errors=_BODY_ERRORS),
     Route("get", "/v1/cache/stats", "cacheStats", "Show what the cache holds and gave", "cache",
           CacheStatsReply, errors=(400, 500, 503), query=(_WINDOW, _BY)),
     Route("post", "/v1/cache/explain", "cacheExplain",
