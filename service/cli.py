@@ -166,6 +166,13 @@ def serve(
             "asked for. Read again when it changes, and on SIGHUP.",
         ),
     ] = None,
+    public_prompts: Annotated[
+        list[str] | None,
+        _option(
+            _CACHE,
+            "A system prompt whose cached KV all tenants share; may be repeated. Default: none.",
+        ),
+    ] = None,
     open_metrics: Annotated[
         bool | None,
         _option(
@@ -213,7 +220,7 @@ def serve(
 
     Flags win over the --config file, the file over the defaults.
     """
-    flags = {name: value for name, value in locals().items() if name != "config"}
+    flags = {name: value for name, value in locals().items() if name != "config" and value != []}
     try:
         settings = load_settings(config, flags)
         code = _serve(settings)
@@ -355,6 +362,9 @@ def _load(settings: Settings, say: _Narrator) -> Engine:
     engine = Engine(config=settings.engine, path=path, progress=say)
     say("warming up")
     engine.warm_up()
+    if settings.public_prompts:
+        say(f"computing public prompts: {len(settings.public_prompts)}")
+        engine.share_system_prompts(settings.public_prompts)
     return engine
 
 

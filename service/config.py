@@ -22,6 +22,7 @@ _SIZES = ("kv_memory", "swap_memory", "max_body")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "text"),
     "str | None": ((str,), "text"),
+    "tuple[str, ...]": ((list, tuple), "a list of texts"),
     "int": ((int,), "a whole number"),
     "int | None": ((int,), "a whole number"),
     "float": ((int, float), "a number"),
@@ -39,6 +40,8 @@ class Settings:
     """Allows a host that other machines reach where no key is asked for."""
     tenants: str | None = None
     """The file of those who have keys; without it whoever reaches the server may use it."""
+    public_prompts: tuple[str, ...] = ()
+    """System prompts whose cached KV all tenants share."""
     open_metrics: bool = False
     """Shows /metrics without a key where keys are asked for."""
     metrics_compat: str = "none"
@@ -138,6 +141,10 @@ def _typed(name: str, value: object, origin: str) -> object:
         wanted = 'a whole number of bytes or a size such as "512MiB", "1.5GiB" or "2GB"'
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         raise InvalidConfig(f"{origin} is {value!r}; wanted {wanted}")
+    if isinstance(value, list | tuple):
+        if not all(isinstance(item, str) and item for item in value):
+            raise InvalidConfig(f"{origin} holds something that is no text; wanted {wanted}")
+        return tuple(value)
     return value
 
 
