@@ -185,7 +185,7 @@ def _pins(pins: Sequence[Json] | None, ascii_only: bool) -> RenderableType | Non
             _safe(pin["name"] or pin["id"]),
             _number(pin["pinned_tokens"]),
             _number(pin["blocks"]),
-            _duration(None if expires is None else max(0.0, expires - now)),
+            "until unpinned" if expires is None else _duration(max(0.0, expires - now)),
         )
     return table
 

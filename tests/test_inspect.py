@@ -53,7 +53,7 @@ def test_a_pipe_gets_plain_text_with_all_that_matters(server: RunningServer) -> 
 
 def test_a_terminal_gets_colours_and_frames(server: RunningServer) -> None:
     text = shown(CacheClient(server.url), terminal=True)
-    assert "\x1b[" in text and "├──" in text and "█" not in text.split("]")[0]
+    assert "\x1b[" in text and "├──" in text and "▒" in text
     assert "\x1b[31mtricks" not in text, "a prompt does not steer the terminal"
     assert "[red]" in text, "nor the markup"
 
