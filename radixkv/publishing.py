@@ -24,13 +24,21 @@ def publish(table: BlockTable, tokens: bytes, *, tail: bool) -> None:
     """
     tree, border = table._cache.tree, table._border
     num_whole, rest = divmod(table.num_tokens, tree.block_size)
-    if border is not None and border.withdrawn:
+    if border is not None and (border.withdrawn or not _keeps_to(border.tokens, tokens)):
         return
     if num_whole > table.num_published:
         _publish_whole(table, tokens, num_whole)
     ends_public = border is not None and table.num_tokens == border.num_tokens
     if rest and (tail or ends_public) and table.num_published == num_whole:
         _publish_tail(table, tokens[num_whole * tree.stride : 4 * table.num_tokens])
+
+
+def _keeps_to(prefix: bytes, tokens: bytes) -> bool:
+    """Tell whether a sequence has the prefix that it began with, as far as it goes.
+
+    One that was truncated before its border may have gone elsewhere: that is nobody's business.
+    """
+    return tokens.startswith(prefix) or (len(tokens) < len(prefix) and prefix.startswith(tokens))
 
 
 def _publish_whole(table: BlockTable, tokens: bytes, stop: int) -> None:
