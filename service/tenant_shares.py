@@ -37,6 +37,7 @@ class Shares:
             tenants,
             num_blocks=self._engine.stats().num_blocks,
             bytes_per_block=self._engine.bytes_per_block,
+            public_blocks=self._engine.public.kept_blocks,
         )
         gone = self._known - set(tenants)
         for name, tenant in tenants.items():
@@ -47,6 +48,10 @@ class Shares:
         blocks = {name: (claim.quota, claim.floor) for name, claim in claims.items()}
         blocks |= dict.fromkeys(gone, (0, 0))
         self._engine.set_cache_shares(blocks).add_done_callback(_log_failure)
+        self._engine.pins.set_shares(
+            {name: tenant.weight for name, tenant in tenants.items()},
+            {name: claim.floor for name, claim in claims.items()},
+        )
         self._engine.pins.set_shares(
             {name: tenant.weight for name, tenant in tenants.items()},
             {name: claim.floor for name, claim in claims.items()},
@@ -65,9 +70,12 @@ class CacheClaim:
 
 
 def claims_on(
-    tenants: Mapping[str, Tenant], *, num_blocks: int, bytes_per_block: int
+    tenants: Mapping[str, Tenant], *, num_blocks: int, bytes_per_block: int, public_blocks: int = 0
 ) -> dict[str, CacheClaim]:
-    """Turn what the file says into blocks; raises InvalidConfig where the pool has too few."""
+    """Turn what the file says into blocks; raises InvalidConfig where the pool has too few.
+
+    ``public_blocks`` of the pool are kept for the prompts that all share.
+    """
     claims = {}
     for name, tenant in tenants.items():
         size = {"num_blocks": num_blocks, "bytes_per_block": bytes_per_block}
@@ -80,14 +88,15 @@ def claims_on(
             )
         claims[name] = CacheClaim(quota, floor)
     promised = sum(claim.floor for claim in claims.values())
-    if promised > num_blocks:
+    left = num_blocks - public_blocks
+    if promised > left:
         largest = ", ".join(
             f"{name} {claim.floor}"
             for name, claim in sorted(claims.items(), key=lambda item: -item[1].floor)[:5]
         )
         raise InvalidConfig(
             f"the tenants' cache_floor together are {promised} blocks ({largest}), and the pool "
-            f"has {num_blocks}; lower them, or give the server more --kv-memory"
+            f"has {left} for them; lower them, or give the server more --kv-memory"
         )
     return claims
 

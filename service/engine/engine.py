@@ -108,7 +108,9 @@ class Engine:
         self._keeper = Keeper(cache, self._capacity)
         self.pins = PinView(self._core, self._keeper)
         self.cache = CacheView(self._core, self._identity)
-        self.public = PublicPrompts(self._core, lambda: public(self._identity(LOCAL)))
+        self.public = PublicPrompts(
+            self._core, self._capacity, self._keeper, lambda: public(self._identity(LOCAL))
+        )
         self._arrivals = itertools.count()
         self._changed = threading.Condition()
         self._in_flight = 0  # choices of requests that are not finished

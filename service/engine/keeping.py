@@ -55,6 +55,13 @@ class Keeper:
             owner: int(blocks * weight / total) for owner, weight in weights.items() if total
         }
 
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks that all owners together may pin."""
+        if self._budgets is None:
+            return self._capacity.pinnable_blocks
+        return sum(self._budgets.values())
+
     def budget(self, owner: str) -> PinBudget:
         """Return what ``owner`` may pin and has pinned."""
         self._pins.expire()

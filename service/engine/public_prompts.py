@@ -19,7 +19,9 @@ from radixkv.tokens import encode
 
 if TYPE_CHECKING:
     from radixkv.public import PublicPrefix
+    from radixkv.service.engine.capacity import Capacity
     from radixkv.service.engine.core import EngineCore
+    from radixkv.service.engine.keeping import Keeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,20 @@ class PublicPrompt:
 class PublicPrompts:
     """Those of one engine. Everything waits for the end of a step."""
 
-    def __init__(self, core: EngineCore, identity: Callable[[], CacheIdentity]) -> None:
+    kept_blocks = 0
+    """What they keep resident; those that begin alike are counted for each. Anybody may read it."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        capacity: Capacity,
+        keeper: Keeper,
+        identity: Callable[[], CacheIdentity],
+    ) -> None:
         """``identity`` is that of the model in the public namespace, as of now."""
         self._core = core
+        self._capacity = capacity
+        self._keeper = keeper
         self._identity = identity
         self._declared: dict[str, tuple[PublicPrompt, PublicPrefix]] = {}
 
@@ -86,15 +99,15 @@ class PublicPrompts:
             resident_tokens=0,
             created_at=time.time(),
         )
-        kept, most = self._kept() + prompt.num_blocks, cache.accounts.ceiling(None) // 2
+        kept, most = self.kept_blocks + prompt.num_blocks, self._most()
         if kept > most:
             raise InvalidRequest(
-                f"public prompts would keep {kept} blocks resident, and may keep {most}: half of "
-                "what the tenants' floors leave of the pool"
+                f"public prompts would keep {kept} blocks resident, and may keep {most} beside "
+                "what tenants and pins were promised and the longest request"
             )
         prefix = cache.declare_public(identity, tokens)
         self._declared[prompt.id] = prompt, prefix
-        cache.set_share(None, floor=kept)
+        self._keep()
         return self._shown(prompt.id)
 
     def _withdraw(self, prompt_id: str) -> bool:
@@ -102,12 +115,22 @@ class PublicPrompts:
         if found is None:
             return False
         self._core.cache.withdraw_public(found[1])
-        self._core.cache.set_share(None, floor=self._kept())
+        self._keep()
         return True
 
-    def _kept(self) -> int:
-        """Blocks that stay resident; those that begin alike are counted for each."""
-        return sum(prompt.num_blocks for prompt, _ in self._declared.values())
+    def _keep(self) -> None:
+        """Let nobody's work take what is declared."""
+        self.kept_blocks = sum(prompt.num_blocks for prompt, _ in self._declared.values())
+        self._core.cache.set_share(None, floor=self.kept_blocks)
+
+    def _most(self) -> int:
+        """Blocks that may stay resident. Pins are promised that the longest request fits beside
+        them and the floors, of which this is one."""
+        left, pinned = self._core.cache.accounts.ceiling(None), self._keeper.promised_blocks
+        if not pinned:
+            return left // 2
+        floors = self._capacity.num_blocks - left
+        return max(0, min(left // 2, self._capacity.spare_blocks - floors - pinned))
 
     def _shown(self, prompt_id: str) -> PublicPrompt:
         found = self._declared.get(prompt_id)
