@@ -92,6 +92,8 @@ def _editing(file: Path, *, create: bool = False) -> Iterator[Table]:
     One at a time: a lock beside the file, since the file itself is replaced.
     """
     file = file.resolve()  # a link stays a link
+    if not file.parent.is_dir():
+        raise InvalidConfig(f"tenants is {str(file)!r}: there is no such folder")
     try:
         with FileLock(file.with_name(f".{file.name}.lock"), timeout=_LOCK_TIMEOUT_S):
             document = _read(file, create)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.keeping import Keeper, PinBudget
 
 if TYPE_CHECKING:
     from radixkv.pins import Pin
+    from radixkv.service.engine.core import EngineCore
 
 
 @dataclass(frozen=True, slots=True)
