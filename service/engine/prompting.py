@@ -84,7 +84,7 @@ class Prompting:
         if self._tokenizer.is_fast:
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             offsets = found["offset_mapping"]
-            return offsets[at][0] if at < len(offsets) else len(text)
+            return int(offsets[at][0]) if at < len(offsets) else len(text)
         return min(len(self.text_of(token_ids[:at])), len(text))
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:

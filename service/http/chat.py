@@ -12,7 +12,7 @@ from aiohttp import web
 from radixkv.service.engine.params import Delta, Generation
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, send_events
-from radixkv.service.http.extras import Extras
+from radixkv.service.http.extras import Extras, add_parts
 from radixkv.service.http.logprobs import chat_logprobs, prompt_logprobs
 from radixkv.service.http.replies import (
     ChatChoice,
@@ -57,7 +57,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 request, serving, lambda events: answer.send(events, stream, extras)
             )
         reply = answer.whole(await stream.aresult())
-        reply.update(await extras.parts([stream]))
+        add_parts(reply, await extras.parts([stream]))
         return json_reply(reply)
 
 
@@ -112,7 +112,7 @@ class _Answer:
                     if self._body.return_token_ids and not begun:
                         first["prompt_token_ids"] = list(stream.prompt_token_ids)
                     if not begun:
-                        first.update(await extras.parts([stream]))
+                        add_parts(first, await extras.parts([stream]))
                     begun.add(index)
                     await events.send(first)
                 await events.send(self._chunk([self._delta(index, delta)]))

@@ -17,7 +17,7 @@ from aiohttp import web
 from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogprob, Usage
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, gather, send_events
-from radixkv.service.http.extras import ExtraParts, Extras
+from radixkv.service.http.extras import ExtraParts, Extras, add_parts
 from radixkv.service.http.logprobs import TextOffsets, echoed_logprobs, joined, prompt_logprobs
 from radixkv.service.http.replies import (
     CompletionReply,
@@ -72,7 +72,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
                 request, serving, lambda events: answer.send(events, streams, extras)
             )
         reply = answer.whole(await gather(streams))
-        reply.update(await extras.parts(streams))
+        add_parts(reply, await extras.parts(streams))
         return json_reply(reply)
 
 
@@ -207,6 +207,6 @@ class _Answer:
         if self._body.include_usage and self._body.stream:
             chunk["usage"] = None
         if self._extra:
-            chunk.update(self._extra)
+            add_parts(chunk, self._extra)
             self._extra = {}
         return chunk

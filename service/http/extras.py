@@ -24,7 +24,13 @@ from radixkv.service.http.diagnostics import (
 )
 from radixkv.service.http.explain_shapes import LookupReply
 from radixkv.service.http.explaining import AskedChat, record_of
-from radixkv.service.http.replies import RadixKV, radixkv_reply
+from radixkv.service.http.replies import (
+    ChatChunk,
+    ChatReply,
+    CompletionReply,
+    RadixKV,
+    radixkv_reply,
+)
 from radixkv.service.http.schema import ChatRequest, CompletionRequest
 from radixkv.service.http.serving import SERVING
 
@@ -130,6 +136,14 @@ class Extras:
                 )
             self._memory.remember(self._tenant, self._id, sections)
         return found
+
+
+def add_parts(reply: ChatReply | ChatChunk | CompletionReply, parts: ExtraParts) -> None:
+    """Put the fields into an answer, or into an event of one."""
+    if "radixkv" in parts:
+        reply["radixkv"] = parts["radixkv"]
+    if "prompt_cache_diagnostics" in parts:
+        reply["prompt_cache_diagnostics"] = parts["prompt_cache_diagnostics"]
 
 
 def _lookup(lookup: Lookup) -> LookupReply:
