@@ -109,7 +109,11 @@ class Engine:
         self.pins = PinView(self._core, self._keeper)
         self.cache = CacheView(self._core, self._identity)
         self.public = PublicPrompts(
-            self._core, self._capacity, self._keeper, lambda: public(self._identity(LOCAL))
+            self._core,
+            self._capacity,
+            self._keeper,
+            lambda: public(self._identity(LOCAL)),
+            self._prompting.check_ids,
         )
         self._arrivals = itertools.count()
         self._changed = threading.Condition()

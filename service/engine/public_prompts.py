@@ -49,20 +49,24 @@ class PublicPrompts:
         capacity: Capacity,
         keeper: Keeper,
         identity: Callable[[], CacheIdentity],
+        check_ids: Callable[[Sequence[int], str], None],
     ) -> None:
-        """``identity`` is that of the model in the public namespace, as of now."""
+        """``identity`` is that of the model in the public namespace, as of now; ``check_ids``
+        raises InvalidRequest for what are no tokens of its."""
         self._core = core
         self._capacity = capacity
         self._keeper = keeper
         self._identity = identity
+        self._check_ids = check_ids
         self._declared: dict[str, tuple[PublicPrompt, PublicPrefix]] = {}
 
     def declare(self, token_ids: Sequence[int], name: str | None = None) -> PublicPrompt:
         """Let all tenants share what begins with these tokens; the same again changes the name.
 
-        Raises InvalidRequest if the cache is off, or has not the room to keep it. It is resident
-        once somebody has sent a prompt that begins with it.
+        Raises InvalidRequest if these are no tokens, the cache is off, or it has not the room to
+        keep them. It is resident once somebody has sent a prompt that begins with it.
         """
+        self._check_ids(token_ids, "tokens")
         identity, tokens = self._identity(), encode(token_ids)
         return self._core.call(lambda: self._declare(identity, tokens, name)).result()
 
