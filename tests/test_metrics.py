@@ -130,7 +130,9 @@ def test_hits_inside_a_block_are_counted_apart(server: RunningServer) -> None:
 
 def test_preemption_is_counted_apart_and_no_counter_ever_falls() -> None:
     """METRICS-2, METRICS-3: random prompts in a pool that is too small, scraped all the while."""
-    with running_server(kv_memory="80KiB", lookahead_tokens=0, max_num_seqs=4) as server:
+    with running_server(
+        kv_memory="80KiB", lookahead_tokens=0, max_num_seqs=4, swap_memory=0
+    ) as server:
         prompts = [[3 + (i * 37 + j * 11) % 300 for j in range(40)] for i in range(8)]
         seen = [scrape(server)]
         usages: list[dict[str, int]] = []
