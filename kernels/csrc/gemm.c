@@ -12,8 +12,8 @@
 #include "pool.h"
 
 #define MOST_ROWS 6        /* of a register block: 12 sums, 2 weights and 1 input fill 16 registers */
-#define DEPTH 256          /* inputs summed before the sums go to memory: a panel of them stays in L1 */
-#define BLOCK_BYTES 196608 /* of x, kept in L2 while panels pass by */
+#define DEPTH 288          /* most inputs summed before the sums go to memory: a panel stays in L1 */
+#define BLOCK_BYTES 262144 /* of x, kept in L2 while panels pass by */
 #define FEW_ROWS 8         /* up to which bfloat16 weights are widened as they are used */
 #define WIDE 4             /* panels read side by side for one row: enough sums to hide latency */
 
@@ -144,12 +144,19 @@ INLINE void rows_of_panel(int type, const float *x, int64_t stride, int64_t rows
     }
 }
 
+/* Inputs that are summed at a time: all in equal parts, for a short last one would cost as much. */
+INLINE int64_t depth_of(const Packed *w) {
+    int64_t parts = (w->in + DEPTH - 1) / DEPTH;
+    return parts ? ((w->in + parts - 1) / parts + 1) / 2 * 2 : 1;
+}
+
 /* All inputs of some rows for one panel. */
 INLINE void panel_rows(int type, const Packed *w, const float *x, int64_t stride, int64_t rows,
                        int64_t panel, float *sums) {
     int64_t step = type == FLOAT32 ? PANEL * 4 : PANEL * 2; /* bytes an input */
-    for (int64_t k = 0; k < w->in; k += DEPTH) {
-        int64_t depth = w->in - k < DEPTH ? w->in - k : DEPTH;
+    int64_t most = depth_of(w);
+    for (int64_t k = 0; k < w->in; k += most) {
+        int64_t depth = w->in - k < most ? w->in - k : most;
         const char *weights = w->data + (panel * w->in + k) * step;
         if (type == FLOAT32 || rows <= FEW_ROWS) {
             rows_of_panel(type, x + k, stride, rows, weights, depth, sums, !k, weights, 0);
@@ -172,9 +179,9 @@ INLINE void panel_rows(int type, const Packed *w, const float *x, int64_t stride
 /* All inputs of R rows for P panels. */
 INLINE void few_rows(int R, int P, int type, const Packed *w, const float *x, int64_t stride,
                      int64_t panel, float *sums) {
-    int64_t step = type == FLOAT32 ? PANEL * 4 : PANEL * 2;
-    for (int64_t k = 0; k < w->in; k += DEPTH) {
-        int64_t depth = w->in - k < DEPTH ? w->in - k : DEPTH;
+    int64_t step = type == FLOAT32 ? PANEL * 4 : PANEL * 2, most = depth_of(w);
+    for (int64_t k = 0; k < w->in; k += most) {
+        int64_t depth = w->in - k < most ? w->in - k : most;
         side_by_side(R, P, type, x + k, stride, w->data + (panel * w->in + k) * step, w->in * step,
                      depth, sums, !k);
     }
@@ -267,14 +274,17 @@ static void do_piece(void *context, int64_t item, int64_t thread) {
 void radixkv_multiply(const Packed *w, const Rows *r, int64_t what, int64_t num_threads) {
     if (r->rows < 1) return;
     int64_t panels = (w->out + PANEL - 1) / PANEL;
-    int64_t at_once = BLOCK_BYTES / 4 / w->in / MOST_ROWS * MOST_ROWS;
+    int64_t at_once = BLOCK_BYTES / 4 / w->in;
     if (at_once < MOST_ROWS) at_once = MOST_ROWS;
-    if (at_once > r->rows) at_once = r->rows;
-    /* Some pieces per thread, so that one that is held up leaves its share to the others; of
-       whole groups of WIDE panels, and of few enough that they stay in L2 between blocks of rows. */
-    int64_t piece = panels / (num_threads * 6) / WIDE * WIDE;
-    if (piece < WIDE) piece = WIDE;
-    if (r->rows > at_once && piece > 2 * WIDE) piece = 2 * WIDE;
+    int64_t blocks = (r->rows + at_once - 1) / at_once;
+    at_once = (r->rows + blocks - 1) / blocks;
+    /* Some pieces per thread, so that one that is held up leaves its share to the others: of whole
+       groups of the panels that are read together, and of few enough that they stay in L2 between
+       blocks of rows. */
+    int64_t group = r->rows <= 3 ? WIDE : 2;
+    int64_t piece = panels / (num_threads * 6) / group * group;
+    if (piece < group) piece = group;
+    if (blocks > 1 && piece > 2 * WIDE) piece = 2 * WIDE;
     Product product = {w, r, what, panels, piece, at_once};
     radixkv_parallel((panels + piece - 1) / piece, num_threads, do_piece, &product);
 }
