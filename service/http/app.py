@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from radixkv.service.http.anthropic import count_tokens, create_message
 from radixkv.service.http.auth import add_limit_headers, authenticating
 from radixkv.service.http.cache_api import cache_reset
-from radixkv.service.http.cache_events import LISTENERS, cache_events, end_listening
+from radixkv.service.http.cache_events import LISTENERS, Listeners, cache_events, end_listening
 from radixkv.service.http.cache_explain import cache_explain
 from radixkv.service.http.cache_stats import cache_stats
 from radixkv.service.http.cache_tree import cache_tree
@@ -44,7 +42,7 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     app[SERVING] = serving
     app[PROMPTS] = PromptMemory()
-    app[LISTENERS] = defaultdict(set)
+    app[LISTENERS] = Listeners()
     app.on_shutdown.append(end_listening)
     app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(add_limit_headers)

@@ -20,7 +20,26 @@ from radixkv.service.http.sse import EventStream
 
 MAX_LISTENERS = 16
 """Of one tenant; more are refused."""
-LISTENERS = web.AppKey("LISTENERS", defaultdict[str, set[Listener]])
+
+
+class Listeners:
+    """Who listens, by tenant."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, set[Listener]] = defaultdict(set)
+
+    def of(self, tenant: str) -> set[Listener]:
+        """Return those of one tenant, to be changed."""
+        return self._of[tenant]
+
+    def wake(self) -> None:
+        """Let all look whether the server stops."""
+        for listeners in self._of.values():
+            for listener in listeners:
+                listener.ready.set()
+
+
+LISTENERS = web.AppKey("LISTENERS", Listeners)
 
 
 class EventReply(TypedDict):
@@ -52,7 +71,7 @@ async def cache_events(request: web.Request) -> web.StreamResponse:
     check_names(request, ())
     serving, caller = request.app[SERVING], caller_of(request)
     cache = serving.engine.cache
-    mine = request.app[LISTENERS][caller.tenant]
+    mine = request.app[LISTENERS].of(caller.tenant)
     if len(mine) >= MAX_LISTENERS:
         raise Overloaded(
             f"{len(mine)} connections of yours listen to events, as many as may", retry_after_s=5
@@ -83,9 +102,7 @@ async def cache_events(request: web.Request) -> web.StreamResponse:
 
 async def end_listening(app: web.Application) -> None:
     """Let those that listen end, as the server stops."""
-    for listeners in app[LISTENERS].values():
-        for listener in listeners:
-            listener.ready.set()
+    app[LISTENERS].wake()
 
 
 def _reply(event: CacheEvent) -> EventReply:

@@ -106,7 +106,7 @@ def compare(earlier: PromptSections, later: PromptSections) -> Comparison:
     total = max(1, sum(later.chars))
     tools, system = later.chars[0], later.chars[1]
     kwargs = _changed_kwargs(earlier, later)
-    hints = (kwarg_hint(kwargs),) if kwargs else ()
+    hints: tuple[Hint, ...] = (kwarg_hint(kwargs),) if kwargs else ()
     if earlier.model != later.model:
         return Comparison("model_changed", 0.0, hints)
     if earlier.tools != later.tools:

@@ -52,7 +52,8 @@ def record_of(
     ``chat`` is None for a prompt that was no chat. ``nearest`` compares it with the past prompt
     that is most like it, if one is remembered.
     """
-    divergence, hints = None, []
+    divergence: DivergenceReply | None = None
+    hints: list[Hint] = []
     at = explained.divergence
     if at is not None and explained.sibling_tokens and at < len(token_ids):
         divergence, hints = _fork(engine, at, explained.sibling_tokens, token_ids, chat)
