@@ -43,9 +43,12 @@ def leader_of(
 
 def projected_growth(seq: Sequence, lookahead_tokens: int, block_size: int) -> int:
     """Blocks that a running sequence will soon take: the rest of its prefill and some output."""
-    assert seq.table is not None, "a running sequence has a table"
+    table = seq.table
+    assert table is not None, "a running sequence has a table"
     soon = min(seq.tokens_to_come, lookahead_tokens)
-    own = max(0, blocks_for(seq.num_tokens + soon, block_size) - seq.table.num_blocks)
+    own = max(0, blocks_for(seq.num_tokens + soon, block_size) - table.num_blocks)
+    if table.num_tokens == table.cached_tokens and table.num_tokens % block_size:
+        own += 1  # it will copy the block of which it found the beginning
     return own + _growth_of_unborn(seq, soon, block_size)
 
 

@@ -14,7 +14,7 @@ misses ("Locality-aware Fair Scheduling in LLM Serving", 2025). That is deficit 
       |  that waits           |            credit = (floor + quantum - level) * weight
 
     A tenant that comes back is lifted to the floor: nobody saves up more than one quantum.
-    What it had while nobody waited counts up to the floor + quantum: nobody pays for idle hours.
+    What it had while nobody else waited counts up to floor + quantum: nobody pays for idle hours.
     Of two that wait all the time neither is ahead by more than a quantum, one prompt and what its
     running sequences say between two admissions; so what they are served converges to the weights.
 
@@ -26,7 +26,6 @@ would keep every step to itself. Interactive work and batch work are counted apa
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -230,21 +229,22 @@ class Fairness:
 
     # -- what it cost ------------------------------------------------------------------------------
 
-    def settle(self, *, contended: bool) -> None:
+    def settle(self, *, waited: bool, competed: bool) -> None:
         """Charge what the changed accounts had since the last time.
 
-        ``contended``: somebody waited, or would have used what another had.
+        ``waited``: somebody waited while others had it; ``competed``: prompts of others were there
+        to be computed. Otherwise it kept nobody from anything, and is charged up to a quantum only.
         """
         now = next(self._serial)
         for account in self.changed:
             lane, weight, cost = self._lanes[account.batch], account.share.weight, account.cost
-            most = math.inf if contended else self.quantum
             if cost != account.charged:
                 level = account.level + (cost - account.charged) / weight
-                account.level = min(level, max(account.level, lane.level + most))
-                account.charged = cost
+                if not waited:
+                    level = min(level, max(account.level, lane.level + self.quantum))
+                account.level, account.charged = level, cost
             if account.step_tokens:
                 ran = account.ran + account.step_tokens / weight
-                account.ran = min(ran, max(account.ran, lane.ran + most))
-                account.step_tokens = 0
-                account.stepped = now
+                if not competed:
+                    ran = min(ran, max(account.ran, lane.ran + self.quantum))
+                account.ran, account.step_tokens, account.stepped = ran, 0, now

@@ -110,7 +110,7 @@ class Scheduler:
         """Those that had no room though nobody ran, because of what was promised to others since
         they came; whoever runs the steps tells them, and empties it."""
         self._swapper = swapper
-        self._contended = False  # somebody wanted more of the last step than it had
+        self._competed = False  # prompts of several accounts shared the last step
 
     @property
     def idle(self) -> bool:
@@ -126,7 +126,7 @@ class Scheduler:
         changed = self.fairness.changed
         if not changed:
             return set()
-        self.fairness.settle(contended=self._contended)
+        self.fairness.settle(waited=self.waiting.beside(changed), competed=self._competed)
         tenants = {account.tenant for account in changed}
         changed.clear()
         return tenants
@@ -152,7 +152,7 @@ class Scheduler:
                     plan.prompts.setdefault(seq.request.account, []).append(seq)
         if plan.budget and self.waiting:
             self._admit(plan)
-        self._contended = len(self.waiting) > 0 or len(plan.prompts) > 1
+        self._competed = len(plan.prompts) > 1
         if plan.budget:
             for account in self.fairness.compute_order(plan.prompts):
                 for seq in tuple(plan.prompts[account]):

@@ -12,7 +12,7 @@ backlog would soon outrank them; but after ``MAX_SKIPS`` of them in a row the ol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from radixkv.cache import PrefixCache
 from radixkv.service.engine.fairness import Account
@@ -106,6 +106,13 @@ class Waiting:
     def accounts(self) -> list[Account]:
         """Those of which somebody waits."""
         return list(self._queues)
+
+    def beside(self, accounts: Iterable[Account]) -> bool:
+        """Tell whether somebody waits while others than himself had something."""
+        queues = self._queues
+        if len(queues) == 1:
+            return any(account not in queues for account in accounts)
+        return len(queues) > 1
 
     def queue(self, account: Account) -> Queue | None:
         """Return the queue of an account of which somebody waits."""
