@@ -225,8 +225,8 @@ class BlockTable(Holder):
         is pointed at them and its own are freed. With ``tail`` the tokens behind the last whole
         block are shared too, unless their block is a copy that the device has yet to make. What a
         fork shares, and is yet to be copied by it or lies behind what it does not hold, has to wait
-        until it has let go. Nothing is shared any more of what began with a public prefix, once that
-        is withdrawn or the tokens are others. O(what is new).
+        until it has let go. Nothing is shared any more of what began with a public prefix, once
+        that is withdrawn or its tokens are others. O(what is new).
         """
         if self.released:
             raise ValueError(_RELEASED)
