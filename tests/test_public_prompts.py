@@ -164,7 +164,7 @@ def test_tokens_and_text_can_be_declared_as_well(server: RunningServer, keys: Ke
         ({}, 400, "exactly one of messages, prompt and tokens"),
         ({"tokens": [99_999]}, 400, "tokens"),
         ({"tokens": [5] * 100_000}, 400, "maximum context length"),
-        ({"tokens": [5] * 1500}, 400, "may keep"),
+        ({"tokens": [5] * 2500}, 400, "may keep"),
         ({"messages": [], "model": "tiny"}, 400, "messages"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "does not exist"),
     ],
