@@ -52,10 +52,6 @@ class Shares:
             {name: tenant.weight for name, tenant in tenants.items()},
             {name: claim.floor for name, claim in claims.items()},
         )
-        self._engine.pins.set_shares(
-            {name: tenant.weight for name, tenant in tenants.items()},
-            {name: claim.floor for name, claim in claims.items()},
-        )
         self._known |= set(tenants)
 
 
