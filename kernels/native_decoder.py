@@ -12,6 +12,7 @@ import torch
 from radixkv.kernels.checks import expect
 from radixkv.kernels.layout import KVPool
 from radixkv.kernels.native import load_library
+from radixkv.kernels.native_adapters import AdaptedRows, AdaptedRowsStruct, AdapterRun
 from radixkv.kernels.native_attention import TYPES, prepare
 from radixkv.kernels.packing import PackedLinear, PackedStruct
 from radixkv.kernels.plan import AttentionPlan
@@ -46,6 +47,8 @@ class _Pass(ctypes.Structure):
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
         *((name, _POINTER) for name in ("whole", "windowed")),
         *((name, _POINTER) for name in ("hidden", "normed", "attended", "qkv", "gated", "logits")),
+        *((name, AdaptedRowsStruct) for name in ("adapted", "wanted_adapted")),
+        *((name, _POINTER) for name in ("low", "deltas")),
     ]
 
 
@@ -85,7 +88,8 @@ class NativeDecoder:
     """A decoder ready to run over pools of one shape. For one thread at a time.
 
     Activations are float32 whatever the weights and the pool are. The bits of a row's logits depend
-    on its tokens and positions alone: not on the batch, the chunks, or what was found in the cache.
+    on its tokens, positions and adapter alone: not on the batch, the chunks, or what was found in
+    the cache.
     """
 
     def __init__(self, weights: DecoderWeights) -> None:
@@ -123,12 +127,18 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: torch.Tensor, plan: AttentionPlan, pool: KVPool, logit_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        plan: AttentionPlan,
+        pool: KVPool,
+        logit_rows: torch.Tensor,
+        adapters: Sequence[AdapterRun] = (),
     ) -> torch.Tensor:
         """Compute the new tokens, write their keys and values, and return [R, vocab] float32.
 
         tokens      [T] int64, T = plan.num_tokens
         logit_rows  [R] int64, rows of T whose logits are wanted
+        adapters    runs of rows under an adapter, none overlapping; few long ones are fastest
         """
         w, rows = self.weights, len(tokens)
         expect(
@@ -151,10 +161,15 @@ class NativeDecoder:
         windowed = None
         if self._window is not None:
             windowed = prepare(plan, *shape, self._window, num_blocks=pool.num_blocks)
-        first = w.layers[0]
+        adapted = AdaptedRows(adapters, rows, logit_rows)
+        num_threads = torch.get_num_threads()
+        first, most_rows = w.layers[0], max(rows, len(logit_rows))
         hidden, attended = len(w.norm), w.q_heads * w.head_dim
         widths = (hidden, hidden, attended, first.qkv.out_features, first.down.in_features)
-        sizes = [max(rows, len(logit_rows)) * width for width in widths]
+        sizes = [most_rows * width for width in widths]
+        if adapters:
+            sizes.append(adapted.scratch(num_threads))
+            sizes.append(most_rows * 2 * first.down.in_features if adapted.gated else 0)
         if sum(sizes) > len(self._scratch):
             self._scratch = torch.empty(sum(sizes))
         starts = [self._scratch.data_ptr()]
@@ -164,15 +179,18 @@ class NativeDecoder:
         call = _Pass(
             rows,
             len(logit_rows),
-            torch.get_num_threads(),
+            num_threads,
             tokens.data_ptr(),
             plan.positions.data_ptr(),
             plan.slots.data_ptr(),
             logit_rows.data_ptr(),
             whole.step,
             None if windowed is None else windowed.step,
-            *starts,
+            *starts[: len(widths)],
             logits.data_ptr(),
+            adapted.all,
+            adapted.wanted,
+            *starts[len(widths) :],
         )
         load_library().radixkv_decoder(ctypes.byref(self._decoder), ctypes.byref(call))
         return logits

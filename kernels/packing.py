@@ -42,6 +42,7 @@ class _Rows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
+        *((name, ctypes.c_void_p) for name in ("plus", "has_plus")),
     ]
 
 

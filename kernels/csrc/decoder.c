@@ -1,14 +1,15 @@
 /* Runs all layers of a Llama-like decoder over the rows of one step.
 
    One call a step, so that nothing between two products is paid to an interpreter. Every row's bits
-   depend on its own token, position and keys alone: see gemm.c and attention.c. Activations are
-   float32 whatever the weights and the pool are stored in. Knows layers and slots; nothing of
+   depend on its own token, position, keys and adapter alone: see gemm.c, adapters.c and attention.c.
+   Activations are float32 whatever the weights and the pool are stored in. Knows layers and slots; nothing of
    sequences, requests or the cache. */
 
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "gemm.h"
 #include "pool.h"
@@ -39,6 +40,8 @@ typedef struct {
     float *hidden, *normed, *attended;         /* [rows, hidden] x 2, [rows, q_heads * head_dim] */
     float *qkv, *gated;                        /* [rows, qkv.out], [rows, down.in] */
     float *logits;                             /* [num_logits, vocab] */
+    AdaptedRows adapted, wanted_adapted;       /* of rows, and of the rows that get logits */
+    float *low, *deltas;                       /* radixkv_adapter_scratch, [rows, 2, down.in] */
 } Pass;
 
 #define SOME_ROWS 8 /* that a thread takes at a time where a row is little work */
@@ -146,13 +149,43 @@ INLINE void multiply(const Packed *w, const float *x, int64_t x_stride, float *o
     radixkv_multiply(w, &r, what, num_threads);
 }
 
+/* What the rows' adapters add to a product of num_targets parts, each at a column of `out`. */
+static void adapt(const Decoder *d, const DecoderLayer *layer, const Pass *p, const float *x,
+                  int64_t x_stride, float *out, int64_t out_stride, int64_t what,
+                  const Target *targets, int64_t num_targets) {
+    Adapting call = {&p->adapted, layer - d->layers, targets, num_targets, x, out,
+                     x_stride,    out_stride,        what,    p->low};
+    if (p->adapted.num_runs) radixkv_adapt(&call, p->num_threads);
+}
+
+static void adapt_qkv(const Decoder *d, const DecoderLayer *layer, const Pass *p) {
+    int64_t q = d->q_heads * d->head_dim, kv = d->kv_heads * d->head_dim;
+    const Target targets[] = {{ADAPT_Q, 0, q}, {ADAPT_K, q, kv}, {ADAPT_V, q + kv, kv}};
+    adapt(d, layer, p, p->normed, d->hidden, p->qkv, layer->qkv.out, ADD, targets, 3);
+}
+
+/* silu(gate) * up. What adapters add comes before the activation, so it is computed before. */
+static void gate_up(const Decoder *d, const DecoderLayer *layer, const Pass *p) {
+    int64_t width = layer->down.in;
+    Rows r = {p->normed, p->gated, p->rows, d->hidden, width};
+    if (p->adapted.gated) {
+        const Target targets[] = {{ADAPT_GATE, 0, width}, {ADAPT_UP, width, width}};
+        adapt(d, layer, p, p->normed, d->hidden, p->deltas, 2 * width, STORE, targets, 2);
+        r.plus = p->deltas, r.has_plus = p->adapted.gated;
+    }
+    radixkv_multiply(&layer->gate_up, &r, GATE, p->num_threads);
+}
+
 /* What follows attention in a layer. */
 static void finish_layer(const Decoder *d, const DecoderLayer *layer, const Pass *p) {
+    const Target out = {ADAPT_OUT, 0, d->hidden}, down = {ADAPT_DOWN, 0, d->hidden};
     int64_t hidden = d->hidden, n = p->rows, threads = p->num_threads;
     multiply(&layer->out, p->attended, layer->out.in, p->hidden, hidden, n, ADD, threads);
+    adapt(d, layer, p, p->attended, layer->out.in, p->hidden, hidden, ADD, &out, 1);
     normalise_rows(d, p, layer->after);
-    multiply(&layer->gate_up, p->normed, hidden, p->gated, layer->down.in, n, GATE, threads);
+    gate_up(d, layer, p);
     multiply(&layer->down, p->gated, layer->down.in, p->hidden, hidden, n, ADD, threads);
+    adapt(d, layer, p, p->gated, layer->down.in, p->hidden, hidden, ADD, &down, 1);
 }
 
 /* Copy the rows that get logits together, to where queries lay; return a pass over them alone. */
@@ -160,6 +193,7 @@ static Pass only_wanted(const Decoder *d, const Pass *p) {
     int64_t width = d->q_heads * d->head_dim;
     Pass wanted = *p;
     wanted.rows = p->num_logits;
+    wanted.adapted = p->wanted_adapted;
     wanted.hidden = p->qkv;
     wanted.attended = p->qkv + p->num_logits * d->hidden;
     for (int64_t i = 0; i < p->num_logits; i++) {
@@ -185,6 +219,7 @@ void radixkv_decoder(const Decoder *d, const Pass *p) {
         normalise_rows(d, p, layer->before);
         multiply(&layer->qkv, p->normed, d->hidden, p->qkv, layer->qkv.out, p->rows, STORE,
                  p->num_threads);
+        adapt_qkv(d, layer, p);
         place_rows(d, layer, p);
         if (last && !p->num_logits) return; /* its keys and values were all that was wanted */
         attend(d, layer, p);

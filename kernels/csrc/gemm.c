@@ -8,6 +8,8 @@
    The register block is that of Goto and van de Geijn, "Anatomy of High-Performance Matrix
    Multiplication" (2008): up to 6 rows x 2 vectors of outputs stay in registers over the inputs. */
 
+#include <stddef.h>
+
 #include "gemm.h"
 #include "pool.h"
 
@@ -210,12 +212,15 @@ INLINE void finish_gated(const Packed *w, const Rows *r, int64_t row, int64_t ro
     int64_t column = panel / 2 * PANEL;
     for (int64_t i = 0; i < rows; i++, gates += PANEL, ups += PANEL) {
         float *out = r->out + (row + i) * r->out_stride + column;
+        const float *plus = NULL;
+        if (r->plus && r->has_plus[row + i]) plus = r->plus + (row + i) * 2 * r->out_stride + column;
         for (int c = 0; c < PANEL; c += LANES) {
             vf gate = get(gates + c), up = get(ups + c);
             if (w->bias) {
                 gate += get(w->bias + panel * PANEL + c);
                 up += get(w->bias + (panel + 1) * PANEL + c);
             }
+            if (plus) gate += get(plus + c), up += get(plus + r->out_stride + c);
             put(out + c, gate / (1.0f + exp_v(-gate)) * up);
         }
     }

@@ -24,6 +24,10 @@ typedef struct {
     const float *x; /* rows of x_stride floats */
     float *out;     /* rows of out_stride floats */
     int64_t rows, x_stride, out_stride;
+    /* GATE: what rows add before the activation, [rows, 2, out_stride] for gates and ups, and
+       whether a row does, [rows]. NULL where none does. */
+    const float *plus;
+    const char *has_plus;
 } Rows;
 
 void radixkv_multiply(const Packed *w, const Rows *r, int64_t what, int64_t num_threads);
