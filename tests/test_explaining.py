@@ -23,7 +23,7 @@ A, B = Origin(tenant="a"), Origin(tenant="b")
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """An engine whose pool holds a few of the prompts."""
-    with build_engine(kv_memory="64KiB", max_model_len=160) as engine:
+    with build_engine(kv_memory="96KiB", max_model_len=160) as engine:
         yield engine
 
 

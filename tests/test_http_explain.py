@@ -23,7 +23,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(autouse=True)
 def fresh(server: RunningServer) -> None:
-    server.wait_until(server.at_rest)
+    server.wait_until(lambda: server.engine.stats().num_running == 0)
     assert server.ask("POST", "/v1/cache/reset")[0] == 200
 
 

@@ -25,7 +25,7 @@ TEXT = "the user is in the system and the assistant is to answer. " * 4
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as server:
+    with running_server(kv_memory="320KiB", max_model_len=512) as server:
         for tail in ("hello", "and you", "the system", "[red]\x1b[31mtricks"):
             body = {"prompt": TEXT + tail, "max_tokens": 2, "temperature": 0}
             assert server.ask("POST", "/v1/completions", body)[0] == 200

@@ -57,8 +57,8 @@ def record_of(
     at = explained.divergence
     if at is not None and explained.sibling_tokens and at < len(token_ids):
         divergence, hints = _fork(engine, at, explained.sibling_tokens, token_ids, chat)
-    if nearest is not None and explained.resident_tokens < explained.num_tokens // 2:
-        hints = [*(h for h in nearest.hints if h not in hints), *hints]
+    if not hints and nearest is not None and explained.resident_tokens < explained.num_tokens // 2:
+        hints = list(nearest.hints)  # what two texts do not show, two sets of fields may
     return {
         "prompt_tokens": explained.num_tokens,
         "resident_tokens": explained.resident_tokens,
