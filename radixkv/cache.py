@@ -17,6 +17,7 @@ from radixkv.holder import Holder
 from radixkv.identity.identity import CacheIdentity
 from radixkv.lease import Lease as Lease
 from radixkv.matching import NOTHING, Match
+from radixkv.pins import Pins
 from radixkv.public import PublicPrefix, PublicPrefixes, match_beyond
 from radixkv.shrinking import prune
 from radixkv.stats import CacheStats
@@ -53,6 +54,7 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(self.pool, block_size)
         self.accounts = self.tree.accounts
+        self.pins = Pins(self)
         self._public = PublicPrefixes()
         self._live: set[Holder] = set()
         self._copies = PendingCopies()
@@ -93,6 +95,8 @@ class PrefixCache:
         lease = Lease(self, identity, ids, node, len(ids), cached, account, batch, border)
         lease._counted = counted = (len(tokens) // 4, num_valid, resumed)
         self._count(account, 1, counted, cached)
+        if self.pins:
+            self.pins.note_use(identity, tokens, cached)
         return lease
 
     def lookup(
@@ -218,13 +222,18 @@ class PrefixCache:
         return self.tree.version
 
     def reset(self) -> int:
-        """Forget everything; return how many blocks that freed. CacheBusy while any is in use."""
-        if self._live:
+        """Forget everything, pins too; return how many blocks that freed.
+
+        Raises CacheBusy while sequences or leases are in use, and then forgets nothing.
+        """
+        leases = len(self._live) - len(self.pins)
+        if leases:
             tables = sum(isinstance(x, BlockTable) for x in self._live)
             raise CacheBusy(
-                f"the cache is in use by {tables} sequences and {len(self._live) - tables} leases; "
-                "retry when they have ended"
+                f"the cache is in use by {tables} sequences and {leases - tables} leases; retry "
+                "when they have ended"
             )
+        self.pins.drop_all()
         self._resets += 1
         return self.tree.clear()
 

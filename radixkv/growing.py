@@ -190,3 +190,5 @@ def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
         tree.evictable -= 1
         account.evictable -= 1
         tree.pool.drop(tail.blocks)
+    elif tree.orphans is not None:
+        tree.orphans.append(tail)

@@ -47,6 +47,8 @@ class RadixTree:
         self.evictable = 0
         # Called with a leaf and how many of its blocks stay, just before the others are evicted.
         self.on_evict: Callable[[Node, int], None] | None = None
+        # Held tails that were taken out since their holders looked last; None: nobody looks.
+        self.orphans: list[Node] | None = None
         self.version = 0  # moves with every change of what a look-up may answer
         self.num_published = self.num_deduplicated = self.num_evicted = 0  # blocks, ever
 
