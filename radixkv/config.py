@@ -75,6 +75,8 @@ class EngineConfig:
     built."""
     num_threads: int | None = None
     """Compute threads on the CPU; None leaves torch's own choice."""
+    adapter: tuple[str, ...] = ()
+    """LoRA adapters as ``NAME=DIR``, directories of PEFT; asked for as the model ``MODEL:NAME``."""
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -22,6 +22,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.errors import EngineDead, NeverFits, RadixKVError
 from radixkv.service.engine.admission import blocks_for
+from radixkv.service.engine.adapters import by_adapter
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
 from radixkv.service.engine.fairness import TenantShare
@@ -198,7 +199,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Compute one batch, draw tokens where sequences reached their end, and say so."""
-        works = self.scheduler.schedule()
+        works = by_adapter(self.scheduler.schedule(), lambda work: work.seq.request.adapter)
         for seq in self.scheduler.hopeless:
             request = seq.request
             need = blocks_for(seq.num_tokens, self.cache.block_size)
@@ -436,6 +437,7 @@ def _batch_of(works: list[Work]) -> StepBatch:
         ]
     )
     tables = [work.table.blocks for work in works]
+    adapters = [work.seq.request.adapter for work in works]
     block_tables = np.zeros((len(works), max(map(len, tables))), dtype=np.int32)
     logit_rows: list[int] = []
     offset = 0
@@ -450,4 +452,5 @@ def _batch_of(works: list[Work]) -> StepBatch:
         block_tables=block_tables,
         copies=[copy for work in works for copy in work.copies],
         logit_rows=np.array(logit_rows, dtype=np.int64),
+        adapters=adapters if any(adapters) else (),
     )

@@ -26,6 +26,7 @@ from radixkv.config import EngineConfig
 from radixkv.errors import EngineDead, InvalidRequest, Overloaded
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.boundaries import Cut, render_cut
+from radixkv.service.engine.adapters import Adapter, Adapters, split_setting
 from radixkv.service.engine.building import model_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
@@ -121,6 +122,9 @@ class Engine:
         self._in_flight_of: Counter[str] = Counter()  # the same by tenant
         self._shares: dict[str, TenantShare] = {}
         self._draining = False
+        self.adapters = Adapters(self._model)
+        for setting in self.config.adapter:
+            self.adapters.load(*split_setting(setting))
         self._core.start()
 
     # ---- what is served -------------------------------------------------------------------------
@@ -293,8 +297,8 @@ class Engine:
 
         ``keeps`` are pinned once the prompt is computed; ``Stream.kept`` says what was granted.
         ``explain``: say in ``Stream.explained`` why not all of the prompt was cached.
-        Raises InvalidRequest, ContextTooLong, NeverFits, Overloaded or EngineDead, and then nothing
-        is queued.
+        Raises InvalidRequest, ContextTooLong, NeverFits, AdapterNotFound, Overloaded or EngineDead,
+        and then nothing is queued.
         """
         self._prompting.check_ids(prompt_token_ids, param)
         accounts = list(self._core.cache.accounts)
@@ -302,6 +306,7 @@ class Engine:
         max_tokens = self._capacity.max_tokens(
             len(prompt_token_ids), params, param=param, kept_blocks=kept
         )
+        adapter = self.adapters.find(origin.adapter)
         self._enter(params.n, origin.tenant)
         try:
             stream = Stream(
@@ -318,13 +323,14 @@ class Engine:
                 arrival=next(self._arrivals),
                 prompt_ids=stream.prompt_token_ids,
                 prompt_bytes=encode(prompt_token_ids),
-                identify=partial(self._identity, origin),
+                identify=partial(self._identity_under, origin, adapter),
                 params=params,
                 max_tokens=max_tokens,
                 entropy=secrets.randbits(64),
                 sampling_prompt=Prompt(stream.prompt_token_ids),
                 stream=stream,
                 origin=origin,
+                adapter=adapter,
             )
             if params.prompt_logprobs is not None:
                 request.prompt_logprobs = PromptLogprobs(
@@ -419,6 +425,18 @@ class Engine:
 
         self._core.call(swap).result()
 
+    def load_adapter(self, name: str, path: Path | str, *, scale: float = 1.0) -> Adapter:
+        """Load a LoRA adapter from a directory of PEFT, to be asked for as ``adapter=name``.
+
+        ``scale`` multiplies its own. One that had the name is replaced; requests that run or wait
+        under it end as they began (ADMIN-2). Raises NotFound or InvalidAdapter, with the reason.
+        """
+        return self.adapters.load(name, path, scale=scale)
+
+    def unload_adapter(self, name: str) -> Adapter:
+        """Serve an adapter no more; running requests keep it. Raises AdapterNotFound."""
+        return self.adapters.unload(name)
+
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for the rest; True if all ended in time."""
         self._draining = True
@@ -450,10 +468,14 @@ class Engine:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _identity(self, origin: Origin) -> CacheIdentity:
+        return self._identity_under(origin, self.adapters.find(origin.adapter))
+
+    def _identity_under(self, origin: Origin, adapter: Adapter | None) -> CacheIdentity:
         return self._model.identity(
             origin.namespace,
             self.config.block_size,
             deterministic=self.config.deterministic,
+            adapter=None if adapter is None else adapter.digest,
         )
 
     def _make_choice(self, request: Request, index: int) -> tuple[ChoiceSampler, ChoiceStream]:

@@ -78,17 +78,23 @@ class Fingerprints:
         return replace(self, execution=execution)
 
     def identity(
-        self, namespace: Namespace, block_size: int, *, deterministic: bool = False
+        self,
+        namespace: Namespace,
+        block_size: int,
+        *,
+        deterministic: bool = False,
+        adapter: str | None = None,
     ) -> CacheIdentity:
         """Return the identity of what this model computes for a namespace.
 
         ``deterministic`` KV is shared only with its like, whoever else could have computed it.
+        ``adapter`` is the digest of an adapter's weights and scale; None is the model alone.
         """
         return CacheIdentity(
             model=model_digest(self.architecture, self.config, self.weights),
             tokenizer=self.tokenizer,
             template=self.template,
-            adapter=None,
+            adapter=adapter,
             execution=replace(self.execution, block_size=block_size, deterministic=deterministic),
             namespace=namespace,
         )

@@ -63,7 +63,7 @@ class LoadedModel:
     """The compiled decoder that runs this model in transformers' place; None: transformers does."""
     generic_reason: str | None = None
     """Why there is no compiled decoder; None where there is one."""
-    _identities: dict[tuple[Namespace, int, bool, str], CacheIdentity] = field(default_factory=dict)
+    _identities: dict[tuple[object, ...], CacheIdentity] = field(default_factory=dict)
 
     @classmethod
     def from_model(
@@ -114,20 +114,25 @@ class LoadedModel:
         return loaded
 
     def identity(
-        self, namespace: Namespace, block_size: int, *, deterministic: bool = False
+        self,
+        namespace: Namespace,
+        block_size: int,
+        *,
+        deterministic: bool = False,
+        adapter: str | None = None,
     ) -> CacheIdentity:
         """Return what KV of this model may be shared under; the same object for the same question.
 
-        Any thread may ask.
+        ``adapter`` is the digest of one that is applied. Any thread may ask.
         """
         fingerprints = self.fingerprints
-        key = (namespace, block_size, deterministic, fingerprints.weights)
+        key = (namespace, block_size, deterministic, adapter, fingerprints.weights)
         found = self._identities.get(key)
         if found is None:
             if len(self._identities) >= _MAX_REMEMBERED_IDENTITIES:
                 self._identities.clear()
             found = self._identities[key] = fingerprints.identity(
-                namespace, block_size, deterministic=deterministic
+                namespace, block_size, deterministic=deterministic, adapter=adapter
             )
         return found
 

@@ -12,6 +12,8 @@ from radixkv.kernels.copy import copy_blocks
 from radixkv.kernels.gather import gather_blocks, scatter_blocks
 from radixkv.kernels.layout import KVPool
 from radixkv.kernels.plan import AttentionPlan
+from radixkv.service.engine.adapted_layers import AdaptedLayers
+from radixkv.service.engine.adapters import native_runs, runs_of
 from radixkv.service.engine.attention import PagedStep
 from radixkv.service.engine.batch import StepBatch
 
@@ -32,6 +34,7 @@ class ModelRunner:
         self.loaded = loaded
         self.block_size = block_size
         self.backend = backend
+        self._layers = AdaptedLayers(loaded.model)
         self.pool = KVPool.allocate(
             loaded.num_layers,
             num_blocks,
@@ -62,16 +65,18 @@ class ModelRunner:
             batch.query_lens, batch.kv_lens, batch.block_tables, self.block_size, device
         )
         tokens = torch.from_numpy(batch.token_ids).to(device, non_blocking=True)
+        runs = runs_of(batch.adapters, batch.query_lens) if batch.adapters else []
         if self.loaded.decoder is not None and self.backend == "auto":
             rows = torch.from_numpy(batch.logit_rows)
-            return self.loaded.decoder.forward(tokens, plan, self.pool, rows)
-        output: Any = self.loaded.model(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=plan.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=self._rows_to_keep(batch),
-            radixkv=PagedStep(self.pool, plan, self.backend),
-        )
+            return self.loaded.decoder.forward(tokens, plan, self.pool, rows, native_runs(runs))
+        with self._layers.under(runs):
+            output: Any = self.loaded.model(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=plan.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=self._rows_to_keep(batch),
+                radixkv=PagedStep(self.pool, plan, self.backend),
+            )
         logits: torch.Tensor = output.logits
         return logits[0].float()
 
