@@ -21,8 +21,8 @@ import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.errors import EngineDead, NeverFits, RadixKVError
-from radixkv.service.engine.admission import blocks_for
 from radixkv.service.engine.adapters import by_adapter
+from radixkv.service.engine.admission import blocks_for
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
 from radixkv.service.engine.fairness import TenantShare

@@ -25,8 +25,8 @@ from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.errors import EngineDead, InvalidRequest, Overloaded
 from radixkv.identity.identity import CacheIdentity
-from radixkv.service.engine.boundaries import Cut, render_cut
 from radixkv.service.engine.adapters import Adapter, Adapters, split_setting
+from radixkv.service.engine.boundaries import Cut, render_cut
 from radixkv.service.engine.building import model_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
