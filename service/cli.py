@@ -88,6 +88,22 @@ def serve(
     max_model_len: Annotated[
         int | None, _option(_MODEL, "Tokens of context; default: the model's own.")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        _option(
+            _MODEL,
+            "LoRA adapter as NAME=DIR, a directory of PEFT; served as the model MODEL:NAME. May be "
+            "given several times; default: none.",
+        ),
+    ] = None,
+    adapter_dir: Annotated[
+        str | None,
+        _option(
+            _MODEL,
+            "Directory beneath which admins may load adapters over HTTP; default: none, and they "
+            "may not.",
+        ),
+    ] = None,
     kv_memory: Annotated[
         str | None, _option(_CACHE, "Memory for KV blocks, such as 512MiB; default 1GiB.")
     ] = None,
@@ -325,6 +341,7 @@ def _serve(settings: Settings) -> int:
             vllm_metric_names=settings.vllm_metrics,
             inspect_text=settings.inspect_text,
             gate=gate,
+            adapter_dir=Path(settings.adapter_dir) if settings.adapter_dir else None,
         )
         server = HttpServer(
             serving,

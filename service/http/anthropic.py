@@ -99,7 +99,7 @@ class _Answer:
     ) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._serving = request.app[SERVING]
-        self._model = self._serving.engine.model_name
+        self._model = self._serving.models.shown(body.model)
         shown, origin = [message.for_template() for message in messages], body.origin(request)
         self._sections = sections_of(
             model=f"{self._model}:{origin.adapter}", messages=shown, salt=origin.salt

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from radixkv.service.http.adapters import load_adapter, unload_adapter
 from radixkv.service.http.anthropic import count_tokens, create_message
 from radixkv.service.http.auth import add_limit_headers, authenticating
 from radixkv.service.http.cache_api import cache_reset
@@ -18,6 +19,7 @@ from radixkv.service.http.diagnostics import PromptMemory
 from radixkv.service.http.errors import errors_to_json
 from radixkv.service.http.extras import PROMPTS
 from radixkv.service.http.guard import answer_expect, only_loopback_names
+from radixkv.service.http.model_ids import MODEL_IDS
 from radixkv.service.http.models import health, list_models, load, metrics, one_model, version
 from radixkv.service.http.observe import add_headers, observing
 from radixkv.service.http.openapi import openapi
@@ -41,6 +43,7 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
     middlewares.append(authenticating(serving.gate, serving.metrics.tenants))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     app[SERVING] = serving
+    app[MODEL_IDS] = serving.models
     app[PROMPTS] = PromptMemory()
     app[LISTENERS] = Listeners()
     app.on_shutdown.append(end_listening)
@@ -54,6 +57,8 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _post("/v1/messages/count_tokens", count_tokens),
             _get("/v1/models", list_models),
             _get("/v1/models/{model:.+}", one_model),
+            _post("/v1/load_lora_adapter", load_adapter),
+            _post("/v1/unload_lora_adapter", unload_adapter),
             _post("/tokenize", tokenize),
             _post("/detokenize", detokenize),
             _get("/v1/cache/pins", list_pins),

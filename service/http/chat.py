@@ -67,7 +67,7 @@ class _Answer:
     def __init__(self, serving: Serving, body: ChatRequest) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = serving.engine.model_name
+        self._model = serving.models.shown(body.model)
         self._serving = serving
         self._body = body
 

@@ -201,7 +201,7 @@ class _Answer:
             "id": self.id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._serving.engine.model_name,
+            "model": self._serving.models.shown(self._body.model),
             "choices": choices,
         }
         if self._body.include_usage and self._body.stream:

@@ -16,6 +16,7 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import MAX_CHOICES, MAX_LOGPROBS
 from radixkv.service.http.auth import caller_of
+from radixkv.service.http.model_ids import MODEL_IDS
 
 MAX_STOPS = 16
 MAX_BIASES = 1024
@@ -91,6 +92,7 @@ class OriginFields(Strict):
             priority=self.priority or 0,
             batch=self.service_tier == "batch",
             cache_key=self.prompt_cache_key or None,
+            adapter=request.app[MODEL_IDS].adapter_of(getattr(self, "model", None)),
         )
 
 
@@ -99,7 +101,8 @@ class GenerationFields(OriginFields):
 
     model: str | None = Field(
         None,
-        description="The served model's id. Left out, empty or `default`: the served model.",
+        description="The served model's id, or `<that>:<name>` for an adapter of it. Left out, "
+        "empty or `default`: the served model.",
     )
     max_tokens: int | None = Field(None, ge=0, description="Tokens to generate a choice.")
     temperature: float | None = Field(None, ge=0, le=2, description="Default 1; 0 is greedy.")

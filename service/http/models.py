@@ -11,6 +11,7 @@ from aiohttp import web
 
 import radixkv
 from radixkv.errors import EngineDead
+from radixkv.service.http.adapters import adapter_card
 from radixkv.service.http.auth import caller_of, only_admins
 from radixkv.service.http.errors import ModelNotFound
 from radixkv.service.http.replies import HealthReply, LoadReply, ModelCard, ModelList, VersionReply
@@ -32,17 +33,22 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """List the one model that is served."""
-    reply: ModelList = {"object": "list", "data": [_card(request.app[SERVING].engine)]}
+    """List the model that is served, and the adapters of it."""
+    engine = request.app[SERVING].engine
+    cards = [_card(engine), *(adapter_card(engine, a) for a in engine.adapters.all())]
+    reply: ModelList = {"object": "list", "data": cards}
     return json_reply(reply)
 
 
 async def one_model(request: web.Request) -> web.Response:
     """Describe a model by its id, which may contain slashes."""
-    engine, name = request.app[SERVING].engine, request.match_info["model"]
-    if name != engine.model_name:
-        raise ModelNotFound(name, engine.model_name)
-    return json_reply(_card(engine))
+    serving, given = request.app[SERVING], request.match_info["model"]
+    if given == "default":  # a word for requests, no model's id
+        raise ModelNotFound(given, serving.engine.model_name)
+    adapter = serving.engine.adapters.find(serving.models.adapter_of(given))
+    if adapter is not None:
+        return json_reply(adapter_card(serving.engine, adapter))
+    return json_reply(_card(serving.engine))
 
 
 async def version(request: web.Request) -> web.Response:

@@ -15,6 +15,11 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 import radixkv
+from radixkv.service.http.adapters import (
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    UnloadedReply,
+)
 from radixkv.service.http.anthropic_errors import AnthropicError, speaks_anthropic
 from radixkv.service.http.anthropic_replies import MessageEvent, MessageReply, TokenCount
 from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRequest
@@ -76,6 +81,7 @@ _ERRORS = {
     503: "The model is loading, the server is stopping, or the engine has died.",
 }
 _BODY_ERRORS = (400, 404, 413, 415, 429, 500, 503)
+_ADMIN_ERRORS = (400, 403, 404, 413, 415, 500, 503)
 
 _EVENTS = (
     "With `stream: true`: events `data: <JSON>`, each separated by an empty line; comments "
@@ -152,9 +158,13 @@ ROUTES = (
     Route("post", "/v1/messages/count_tokens", "countMessageTokens",
           "Count the tokens of such a chat", "generation", TokenCount, CountTokensRequest,
           errors=_BODY_ERRORS),
-    Route("get", "/v1/models", "listModels", "List the served model", "models", ModelList),
-    Route("get", "/v1/models/{model}", "retrieveModel", "Describe the served model", "models",
+    Route("get", "/v1/models", "listModels", "List the served models", "models", ModelList),
+    Route("get", "/v1/models/{model}", "retrieveModel", "Describe a served model", "models",
           ModelCard, errors=(404, 500, 503)),
+    Route("post", "/v1/load_lora_adapter", "loadAdapter", "Load a LoRA adapter", "models",
+          ModelCard, LoadAdapterRequest, errors=_ADMIN_ERRORS),
+    Route("post", "/v1/unload_lora_adapter", "unloadAdapter", "Take a LoRA adapter away",
+          "models", UnloadedReply, UnloadAdapterRequest, errors=_ADMIN_ERRORS),
     Route("post", "/tokenize", "tokenize", "Turn text or a chat into token ids", "tokens",
           TokenizeReply, TokenizeRequest, errors=_BODY_ERRORS),
     Route("post", "/detokenize", "detokenize", "Turn token ids into text", "tokens",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
@@ -19,9 +20,10 @@ from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.http.auth import Gate, caller_of
-from radixkv.service.http.errors import Loading, ModelNotFound, ShuttingDown
+from radixkv.service.http.errors import Loading, ShuttingDown
 from radixkv.service.http.marks import Mark
 from radixkv.service.http.messages import Message
+from radixkv.service.http.model_ids import ModelIds
 from radixkv.service.http.observe import line_of
 from radixkv.service.http.schema import Prompt
 from radixkv.service.metrics import Metrics
@@ -70,11 +72,15 @@ class Serving:
         vllm_metric_names: bool = False,
         inspect_text: bool = False,
         gate: Gate | None = None,
+        adapter_dir: Path | None = None,
     ) -> None:
         """``gate`` lets callers in; without one everybody who gets here is the local tenant.
 
-        ``inspect_text``: admins may read what all tenants have cached.
+        ``inspect_text``: admins may read what all tenants have cached. ``adapter_dir``: where
+        admins may load adapters from; None: nowhere.
         """
+        self.models = ModelIds(self)
+        self.adapter_dir = adapter_dir
         self.ping_s = ping_s
         self.inspect_text = inspect_text
         self.gate = gate or Gate()
@@ -113,10 +119,8 @@ class Serving:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless ``name`` is the served model's; no name means that one."""
-        served = self.engine.model_name
-        if name is not None and name not in ("", "default", served):
-            raise ModelNotFound(name, served)
+        """Raise ModelNotFound unless ``name`` is served; no name means the model."""
+        self.models.adapter_of(name)
 
     def check_choices(self, num_prompts: int, n: int) -> None:
         """Refuse a list of prompts that the queue could never take whole: waiting would not help.
