@@ -15,6 +15,7 @@ from radixkv.service.http.cache_stats import cache_stats
 from radixkv.service.http.cache_tree import cache_tree
 from radixkv.service.http.chat import chat_completions
 from radixkv.service.http.completions import completions
+from radixkv.service.http.dashboard import dashboard
 from radixkv.service.http.diagnostics import PromptMemory
 from radixkv.service.http.errors import errors_to_json
 from radixkv.service.http.extras import PROMPTS
@@ -81,6 +82,7 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _get("/load", load),
             _get("/metrics", metrics),
             _get("/openapi.json", openapi),
+            _get("/dashboard", dashboard),
         ]
     )
     return app

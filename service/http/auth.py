@@ -23,8 +23,8 @@ from radixkv.service.tenant_metrics import TenantCounters
 from radixkv.service.tenants import Role, Roster, Tenant
 from radixkv.service.tenants_file import TenantsFile
 
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/version"})
-"""Answered without a key: probes have none, and these say nothing of anybody."""
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/version", "/dashboard"})
+"""Answered without a key: probes and browsers have none yet, and these say nothing of anybody."""
 _SCRAPED = frozenset({"/metrics"})
 """Also answered without a key if the operator says so."""
 

@@ -205,6 +205,8 @@ ROUTES = (
           errors=(500,)),
     Route("get", "/load", "load", "Count running and waiting sequences", "operation", LoadReply),
     Route("get", "/metrics", "metrics", "Show metrics to Prometheus", "operation", errors=(500,)),
+    Route("get", "/dashboard", "dashboard", "Show the cache in a browser", "operation",
+          errors=(500,)),
     Route("get", "/openapi.json", "openapi", "This document", "operation", dict[str, Any],
           errors=(500,)),
 )  # fmt: skip
@@ -273,7 +275,8 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     if route.reply is not None:
         answer["application/json"] = {"schema": schemas["reply", route.name]}
     elif route.events is None:
-        answer["text/plain"] = {"schema": {"type": "string"}}
+        kind = "text/html" if route.path == "/dashboard" else "text/plain"
+        answer[kind] = {"schema": {"type": "string"}}
     if route.events is not None:
         answer["text/event-stream"] = {
             "schema": {

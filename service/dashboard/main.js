@@ -1,0 +1,167 @@
+// Asks the server every few seconds and shows what it says.
+
+const STATS_MS = 2000, TREE_MS = 15000, WINDOW_S = 30, MOST_EVENTS = 200;
+let paused = false, model = "default";
+const icicle = new Icicle();
+const unitTop = () => 1;
+const sumTop = (all) => Math.max(1, ...all.map((values) => Object.values(values).reduce((a, b) => a + (b || 0), 0)));
+const hitChart = new Chart($("hit-chart"), { most: unitTop, text: share, empty: "no prompts yet" });
+const blockChart = new Chart($("block-chart"), { stacked: true, most: sumTop, text: count, empty: "" });
+const missChart = new Chart($("miss-chart"), { stacked: true, most: sumTop, text: count, empty: "nothing was missed" });
+
+function trouble(message) {
+  $("trouble").hidden = !message;
+  $("trouble").textContent = message || "";
+}
+
+function refused(error) {
+  if (error instanceof Refused && error.status === 401) {
+    trouble("This server asks for a key.");
+    if (!$("key-dialog").open && !apiKey) $("key-dialog").showModal();
+  } else if (error instanceof Refused) trouble(error.message);
+  else trouble("The server does not answer; trying again.");
+  $("about").textContent = "not connected";
+}
+
+async function pollStats() {
+  const [recent, lately] = await Promise.all([
+    askJson(`/v1/cache/stats?window=${WINDOW_S}s&by=tenant`), askJson("/v1/cache/stats?window=5m&by=tenant")]);
+  model = recent.model;
+  trouble("");
+  $("about").textContent = `${recent.model}, ${recent.scope === "server" ? "the whole server" : "tenant " + recent.tenant}`
+    + (recent.deterministic ? ", deterministic" : "") + (recent.enabled ? "" : ", sharing is off");
+  showFacts(lately);
+  showQueue(lately);
+  const now = Date.now(), rates = {}, colours = {}, missed = {};
+  for (const row of recent.window.rows) {
+    const name = row.tenant === null ? "other" : row.tenant;
+    rates[name] = row.hit_rate;
+    colours[name] = colourOf(row.tenant);
+    for (const [reason, tokens] of Object.entries(row.missed || {}))
+      if (tokens) missed[REASONS[reason] || reason] = (missed[REASONS[reason] || reason] || 0) + tokens;
+  }
+  hitChart.add(now, rates, colours);
+  const reasons = Object.entries(REASONS).filter(([, words]) => words in missed);
+  missChart.add(now, missed, Object.fromEntries(reasons.map(([reason, words]) => [words, reasonColour(reason)])));
+  const blocks = { held: recent.blocks.used, kept: recent.blocks.cached };
+  if (recent.blocks.free !== null) blocks.free = recent.blocks.free;
+  blockChart.add(now, blocks, { held: COLOURS[3], kept: COLOURS[0], free: "#b6bcc8" });
+}
+
+function showFacts(stats) {
+  const total = stats.window.rows.reduce((sum, row) => {
+    sum.queried += row.tokens.queried;
+    sum.hit += row.tokens.hit.device + (row.tokens.hit.host || 0);
+    sum.requests += row.requests;
+    return sum;
+  }, { queried: 0, hit: 0, requests: 0 });
+  const minutes = Math.max(1, Math.round(stats.window.interval_s / 60));
+  const blocks = stats.blocks, life = stats.residency?.block_lifetime_s;
+  const facts = [
+    [share(total.queried ? total.hit / total.queried : null), `hit rate, last ${minutes} min`],
+    [count(total.hit), `prompt tokens not computed, of ${count(total.queried)}`],
+    [count(total.requests), `requests, last ${minutes} min`],
+    [blocks.total === null ? count(blocks.resident) : share(blocks.used / blocks.total),
+      blocks.total === null ? "blocks resident" : `of ${count(blocks.total)} blocks in use`],
+    [`${count(stats.requests_running)} / ${count(stats.requests_waiting)}`, "running / waiting"],
+    [life?.p50 === null || life?.p50 === undefined ? "–" : span(life.p50), "median life of a block"],
+  ];
+  $("facts").replaceChildren(...facts.map(([value, words]) =>
+    make("div", { class: "fact" }, make("b", {}, value), make("span", {}, words))));
+}
+
+function showQueue(stats) {
+  const rows = new Map();
+  for (const row of stats.queue) rows.set(row.tenant, { ...row, work: 0, hit: null, evicted: null });
+  for (const row of stats.window.rows) {
+    const name = row.tenant === null ? "other" : row.tenant;
+    const known = rows.get(name) || { tenant: name, running: 0, waiting: 0 };
+    rows.set(name, { ...known, work: row.tokens.computed + row.tokens.generated, hit: row.hit_rate,
+      evicted: row.evictions ? row.evictions.suffered : null });
+  }
+  if (!rows.size) { $("queue").replaceChildren(make("p", { class: "empty" }, "Nobody has asked anything yet.")); return; }
+  const all = [...rows.values()].sort((a, b) => b.work - a.work);
+  const sum = all.reduce((total, row) => total + row.work, 0);
+  const table = make("table", {}, make("thead", {}, make("tr", {},
+    ...["tenant", "running", "waiting", "tokens worked", "share of work", "hit rate", "blocks evicted"].map((name) =>
+      make("th", { scope: "col" }, name)))));
+  table.append(make("tbody", {}, ...all.map((row) => make("tr", {},
+    make("td", {}, row.tenant), make("td", {}, count(row.running)), make("td", {}, count(row.waiting)),
+    make("td", {}, count(row.work)),
+    make("td", {}, make("span", { class: "bar", role: "img", "aria-label": share(sum ? row.work / sum : 0) },
+      make("i", { style: { width: (sum ? 100 * row.work / sum : 0) + "%", background: colourOf(row.tenant) } }))),
+    make("td", {}, share(row.hit)), make("td", {}, count(row.evicted))))));
+  $("queue").replaceChildren(table);
+}
+
+async function pollTree() { icicle.show(await askJson("/v1/cache/tree?depth=200&limit=10000&text=true")); }
+
+// Events come as a stream that fetch reads: an EventSource could not send a key.
+async function followEvents(signal) {
+  const reply = await ask("/v1/cache/events", undefined, signal);
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: {") || paused) continue;
+      showEvent(JSON.parse(line.slice(6)));
+    }
+  }
+}
+
+function showEvent(event) {
+  const words = Object.entries(event.counts).map(([unit, n]) => `${count(n)} ${unit.replaceAll("_", " ")}`).join(", ");
+  const time = new Date(event.time ? event.time * 1000 : Date.now()).toLocaleTimeString([], { hour12: false });
+  $("events").prepend(make("li", {}, make("time", {}, time), make("b", {}, event.type),
+    make("span", {}, (event.tenant ? event.tenant + ": " : "") + words)));
+  while ($("events").children.length > MOST_EVENTS) $("events").lastChild.remove();
+}
+
+async function keepAt(work, milliseconds) {
+  for (;;) {
+    if (!paused && !document.hidden) await work().catch(refused);
+    await new Promise((go) => setTimeout(go, milliseconds));
+  }
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  memory.set(() => localStorage, "radixkv-theme", theme);
+  icicle.draw();
+}
+
+$("pause").addEventListener("click", (event) => {
+  paused = !paused;
+  event.target.setAttribute("aria-pressed", String(paused));
+});
+$("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+$("key").addEventListener("click", () => $("key-dialog").showModal());
+$("key-dialog").addEventListener("close", () => {
+  if ($("key-dialog").returnValue !== "use") return;
+  apiKey = $("key-input").value.trim();
+  $("key-input").value = "";
+  memory.set(() => sessionStorage, "radixkv-key", apiKey);
+  listening?.abort();
+  pollStats().catch(refused);
+  pollTree().catch(refused);
+});
+$("tree-colour").addEventListener("change", (event) => { icicle.colour = event.target.value; icicle.draw(); });
+$("tree-refresh").addEventListener("click", () => pollTree().catch(refused));
+
+let listening = null;
+async function listenForGood() {
+  for (;;) {
+    listening = new AbortController();
+    await followEvents(listening.signal).catch(() => {});
+    await new Promise((go) => setTimeout(go, STATS_MS));
+  }
+}
+
+setTheme(memory.get(() => localStorage, "radixkv-theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+setUpExplain(() => model);
+keepAt(pollStats, STATS_MS);
+keepAt(pollTree, TREE_MS);
+listenForGood();
