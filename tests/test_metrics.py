@@ -191,3 +191,40 @@ def test_times_are_observed_once_a_request_and_answers_by_route(server: RunningS
         if name == "radixkv:http_responses_total" and dict(labels)["route"] == "/v1/completions"
     }
     assert answers["400"] >= 1 and answers["200"] >= 2
+
+
+def test_prompt_tokens_are_told_by_where_they_came_from(server: RunningServer) -> None:
+    """Under vLLM's names too, and in its sense: each prompt token is counted once."""
+    before = scrape(server)
+    usages = [complete(server, "where do these tokens come from " * 4) for _ in range(3)]
+    server.wait_until(server.at_rest)
+    after = scrape(server)
+
+    def gained(source: str) -> float:
+        key = "vllm:prompt_tokens_by_source_total", (("model_name", "tiny"), ("source", source))
+        return after[key] - before[key]
+
+    cached = sum(usage["cached_tokens"] for usage in usages)
+    assert gained("local_cache_hit") == cached > 0
+    assert gained("local_compute") == sum(u["prompt_tokens"] for u in usages) - cached
+
+
+def test_residency_is_shown_as_histograms_in_vllms_form(server: RunningServer) -> None:
+    with running_server(kv_memory="96KiB", max_model_len=160) as small:
+        for i in range(40):
+            complete(small, [3 + i] * 60)
+            complete(small, [3 + i] * 60)
+        small.wait_until(small.at_rest)
+        samples = scrape(small)
+        for name in ("lifetime", "idle_before_evict", "reuse_gap"):
+            metric = f"vllm:kv_block_{name}_seconds"
+            buckets = [
+                (float(dict(labels)["le"]), n)
+                for (full, labels), n in samples.items()
+                if full == f"{metric}_bucket"
+            ]
+            counts = [n for _, n in sorted(buckets)]
+            assert counts == sorted(counts) and len(counts) > 5
+            assert counts[-1] == samples[f"{metric}_count", (("model_name", "tiny"),)]
+        idle = samples["vllm:kv_block_idle_before_evict_seconds_count", (("model_name", "tiny"),)]
+        assert idle > 0, "what went was looked at"
