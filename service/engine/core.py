@@ -349,15 +349,15 @@ class EngineCore:
         )
 
     def _check_at_rest(self) -> None:
-        """With nothing running every block must be free or cached; O(1)."""
-        stats = self.cache.stats()
+        """With nothing running every block must be free, cached or pinned; O(1)."""
+        stats, pinned = self.cache.stats(), self.cache.pins.num_blocks
         if self.swapper is not None and self.swapper.pool.used_bytes:
             self.report([f"at rest {self.swapper.pool.used_bytes} bytes of host memory are taken"])
-        if stats.free_blocks + stats.evictable_blocks != stats.num_blocks:
+        if stats.free_blocks + stats.evictable_blocks + pinned != stats.num_blocks:
             self.report(
                 [
-                    f"at rest {stats.free_blocks} blocks are free and {stats.evictable_blocks} "
-                    f"cached, of {stats.num_blocks}"
+                    f"at rest {stats.free_blocks} blocks are free, {stats.evictable_blocks} cached "
+                    f"and {pinned} pinned, of {stats.num_blocks}"
                 ]
             )
 
@@ -390,6 +390,7 @@ class EngineCore:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             cache=self.cache.stats(),
+            pinned_blocks=self.cache.pins.num_blocks,
             by_tenant=self._by_tenant,
             swap_used_bytes=self.swapper.pool.used_bytes if self.swapper is not None else 0,
         )

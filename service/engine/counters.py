@@ -70,9 +70,11 @@ class EngineStats:
     num_blocks: int
     free_blocks: int
     cached_blocks: int
-    """Kept for reuse and held by no running request."""
+    """Kept for reuse and held by nobody."""
     used_blocks: int
-    """Held by running requests."""
+    """Held by running requests or pinned."""
+    pinned_blocks: int
+    """Held by pins, whether or not requests use them too."""
     requests_total: int
     finished: dict[str, int]
     aborted_total: int
@@ -103,7 +105,7 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks held by running requests, 0 to 1."""
+        """Share of the blocks held by running requests or pinned, 0 to 1."""
         return self.used_blocks / self.num_blocks
 
 
@@ -192,6 +194,7 @@ class Counters:
         num_running: int,
         num_waiting: int,
         cache: CacheStats,
+        pinned_blocks: int,
         by_tenant: Mapping[str, TenantStats],
         swap_used_bytes: int,
     ) -> EngineStats:
@@ -203,6 +206,7 @@ class Counters:
             free_blocks=cache.free_blocks,
             cached_blocks=cache.evictable_blocks,
             used_blocks=cache.num_blocks - cache.free_blocks - cache.evictable_blocks,
+            pinned_blocks=pinned_blocks,
             requests_total=self.requests,
             finished=dict(self.finished),
             aborted_total=self.finished["abort"],

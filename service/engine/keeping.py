@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from radixkv.cache import PrefixCache
+from radixkv.pins import Pin
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.keep import Keep, Kept
 from radixkv.service.engine.request import Sequence as Choice
 from radixkv.tokens import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from radixkv.pins import Pin, Pins
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +30,9 @@ class Keeper:
     """The pins of one engine's cache."""
 
     def __init__(self, cache: PrefixCache, capacity: Capacity) -> None:
-        self._cache = cache
+        self._pins = cache.pins
         self._capacity = capacity
         self._budgets: dict[str, int] | None = None
-
-    @property
-    def _pins(self) -> Pins:
-        return self._cache.pins
 
     def set_shares(self, weights: Mapping[str, float], floors: Mapping[str, int]) -> None:
         """Divide what may be pinned between these owners; others may pin nothing from now on.
@@ -93,9 +86,6 @@ class Keeper:
         ``first`` holds the prompt's KV; nothing was generated yet.
         """
         request = first.request
-        if not hasattr(self._cache, "pins"):
-            request.stream.kept = tuple(Kept(keep, 0, None) for keep in keeps)
-            return
         if request.may_publish:
             first.publish(tail=True)
         # The shortest first: where the budget is short, it lives longest.
