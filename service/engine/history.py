@@ -209,6 +209,7 @@ class History:
         self, tenant: str, identity: CacheIdentity, cache_key: str | None, **counts: int
     ) -> None:
         """Count ``counts`` (names of COUNTS) now, for a tenant, an identity and a label. O(1)."""
+        added = [(_INDEX[name], n) for name, n in counts.items() if n]
         with self._lock:
             now_s = self._clock()
             mine = self._of(tenant)
@@ -218,8 +219,8 @@ class History:
                 mine.by_cache_key.of(cache_key, now_s),
             ):
                 for slot in (series.seconds.at(now_s), series.minutes.at(now_s)):
-                    for name, n in counts.items():
-                        slot[_INDEX[name]] += n
+                    for i, n in added:
+                        slot[i] += n
 
     def add_blocks(self, tenant: str, *, suffered: int, caused: int) -> None:
         """Count blocks that ``tenant`` gave up, and those that it made anybody give up. O(1)."""
