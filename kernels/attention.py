@@ -44,6 +44,7 @@ def paged_attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     backend: str = "auto",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend each new token to the keys 0..its own position of its sequence, through the tables.
 
@@ -53,12 +54,18 @@ def paged_attention(
                   head h reads key head h // (num_q_heads // num_kv_heads)
     sinks, alibi_slopes  [num_q_heads] float
     *_scales      [num_blocks, block_size, num_kv_heads] float32, of a pool of int8 or float8
+    out           [T, num_q_heads, head_dim] contiguous, filled and returned; None: a new one
     return        [T, num_q_heads, head_dim], q's dtype and device
 
     See ``Features`` for the options. Blocks that no table names and slots past a sequence's length
     are never part of the result, whatever they hold.
     """
     _check(q, k_pool_layer, v_pool_layer, plan)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        like = out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+        expect(like, "out", f"contiguous {tuple(q.shape)} {q.dtype}", out)
     features = Features(scale, sliding_window, soft_cap, sinks, alibi_slopes)
     if backend == "auto":
         backend = choose_backend(q.device)
@@ -70,18 +77,19 @@ def paged_attention(
         if native:
             expect(q.device.type == "cpu", "q", "on the CPU for the native backend", q)
             load_library()
-        return paged_attention_torch(q, k_pool_layer, v_pool_layer, plan, features, native=native)
+        pools = (k_pool_layer, v_pool_layer)
+        return paged_attention_torch(q, *pools, plan, features, native=native, out=out)
     if backend == "triton":
         _need_triton()
         from radixkv.kernels.triton_attention import paged_attention_triton
 
         return paged_attention_triton(
-            q, k_pool_layer, v_pool_layer, plan, features, k_scales, v_scales
+            q, k_pool_layer, v_pool_layer, plan, features, k_scales, v_scales, out=out
         )
     if backend == "reference":
         from radixkv.kernels.reference import paged_attention_reference
 
-        return paged_attention_reference(q, k_pool_layer, v_pool_layer, plan, features)
+        return out.copy_(paged_attention_reference(q, k_pool_layer, v_pool_layer, plan, features))
     raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
 
 

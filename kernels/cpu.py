@@ -22,9 +22,11 @@ def paged_attention_torch(
     features: Features,
     *,
     native: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend as ``paged_attention`` says, on any device torch knows."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if native and supports(q, k_pool_layer):
         attend_native(q, k_pool_layer, v_pool_layer, plan, features, out)
         return out

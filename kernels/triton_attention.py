@@ -5,12 +5,15 @@ tokens to ``triton_decode``, the rest to ``triton_prefill``; ``triton_merge`` co
 Reference: ``reference.paged_attention_reference``.
 """
 
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from radixkv.kernels.checks import expect
 from radixkv.kernels.features import Features
+from radixkv.kernels.fixed import FixedPlan, FixedStep
 from radixkv.kernels.plan import AttentionPlan
 from radixkv.kernels.tree import CostModel, SharedRuns, shared_runs
 from radixkv.kernels.triton_call import Call, Partials
@@ -23,6 +26,7 @@ from radixkv.kernels.triton_config import (
     split_tokens,
 )
 from radixkv.kernels.triton_decode import decode
+from radixkv.kernels.triton_fixed import Room
 from radixkv.kernels.triton_merge import merge
 from radixkv.kernels.triton_prefill import prefill
 from radixkv.kernels.triton_tree import attend_runs
@@ -33,6 +37,41 @@ STEP_BYTES = 8 << 20
 
 RUN_BYTES = 64 << 10
 """What a GPU reads in the time in which a run's programs start and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What sizes and prices follow from: a model's heads, its pool's type, the device's memory."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of the queries
+    pool_bytes: int  # of a number in the pool
+    quantised: bool
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, call: Call) -> "Heads":
+        q = call.q
+        return cls(
+            q.shape[1],
+            call.num_kv_heads,
+            q.shape[2],
+            q.dtype,
+            call.k_pool.element_size(),
+            call.k_scales is not None,
+            shared_bytes(q.device),
+        )
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    def launch(self, family: Family) -> Launch:
+        return choose_launch(
+            family, self.dtype, self.head_dim, self.group, self.quantised, self.shared_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +88,20 @@ class Tuning:
     cost: CostModel
 
     @classmethod
-    def of(cls, call: Call) -> "Tuning":
+    def of(cls, heads: Heads) -> "Tuning":
         """Weigh the keys that sharing need not read against the parts it writes and reads.
 
         A row's part is 4 bytes a head and dimension, twice: with 32 query heads over 8 key heads
         as much as 8 tokens of bfloat16 keys and values.
         """
-        heads, head_dim = call.q.shape[1:]
-        vector = head_dim * call.k_pool.element_size() + 4 * (call.k_scales is not None)
+        vector = heads.head_dim * heads.pool_bytes + 4 * heads.quantised
         cost = CostModel(
-            token=2.0 * call.num_kv_heads * vector,
+            token=2.0 * heads.kv_heads * vector,
             run=float(RUN_BYTES),
-            row=2.0 * 4 * heads * (head_dim + 2),
+            row=2.0 * 4 * heads.q_heads * (heads.head_dim + 2),
             step=float(STEP_BYTES),
         )
-        return cls(split_tokens(call.group), run_tokens(call.group), cost)
+        return cls(split_tokens(heads.group), run_tokens(heads.group), cost)
 
     def runs(self, plan: AttentionPlan, window: int | None) -> SharedRuns | None:
         """Say what is read once for whom; a short window leaves too little to look for."""
@@ -82,6 +120,7 @@ def paged_attention_triton(
     v_scales: torch.Tensor | None = None,
     *,
     tuning: Tuning | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend as ``paged_attention`` says; at most four launches, without synchronisation.
 
@@ -90,78 +129,122 @@ def paged_attention_triton(
     Softmax and sums in float32.
     """
     call = Call.of(q, k_pool_layer, v_pool_layer, plan, features, k_scales, v_scales)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    step = _step(call, tuning or Tuning.of(call))
-    num_heads, head_dim = q.shape[1:]
-    partials = Partials.allocate(step.work.num_slots, num_heads, head_dim, q.device)
-    if len(step.work.runs):
-        attend_runs(call, step.runs, step.run_queries, partials, step.tree_launch)
-    if len(step.work.decode):
-        decode(call, step.decode, partials, out, step.decode_launch, step.split)
-    if len(step.work.prefill):
-        prefill(call, step.prefill, partials, out, step.prefill_launch)
-    if len(step.work.merge):
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    heads = Heads.of(call)
+    if isinstance(plan, FixedPlan):
+        step, tuning = _fixed(plan, heads, features)
+    else:
+        tuning = tuning or Tuning.of(heads)
+        step = _step(call, tuning)
+    partials = Partials.allocate(step.num_slots, heads.q_heads, heads.head_dim, q.device)
+    if len(step.runs):
+        attend_runs(call, step.runs, step.run_queries, partials, heads.launch("tree"))
+    if len(step.decode):
+        decode(call, step.decode, partials, out, heads.launch("decode"), tuning.split)
+    if len(step.prefill):
+        prefill(call, step.prefill, partials, out, heads.launch("prefill"))
+    if len(step.merge):
         merge(step.merge, partials, features, out)
     return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """The work of a step, on the host and on the device, and the sizes it was listed for."""
+    """The lists of a step on the device, as ``Work`` has them."""
 
-    work: Work
     runs: torch.Tensor
     run_queries: torch.Tensor
     decode: torch.Tensor
     prefill: torch.Tensor
     merge: torch.Tensor
-    tree_launch: Launch
-    decode_launch: Launch
-    prefill_launch: Launch
-    split: int
+    num_slots: int
 
 
 def _step(call: Call, tuning: Tuning) -> _Step:
     """List the step's work at the first layer of a kind; the others find it in the plan."""
-    plan, group, window = call.plan, call.group, call.features.sliding_window
-    head_dim, dtype, room = call.q.shape[2], call.q.dtype, shared_bytes(call.q.device)
-
-    quantised = call.k_scales is not None
+    plan, heads, window = call.plan, Heads.of(call), call.features.sliding_window
 
     def make() -> _Step:
-        def launch(family: Family) -> Launch:
-            return choose_launch(family, dtype, head_dim, group, quantised, room)
-
-        tree, single, many = launch("tree"), launch("decode"), launch("prefill")
-        sizes = Sizes(
-            split=tuning.split,
-            prefill_queries=many.block_m // group,
-            run=tuning.run,
-            run_queries=tree.block_m // group,
-            num_kv_heads=call.num_kv_heads,
-        )
-        work = list_work(plan, window, tuning.runs(plan, window), sizes)
+        runs = tuning.runs(plan, window)
+        work = list_work(plan, window, runs, _sizes(heads, tuning))
         lists = (work.runs, work.run_queries, work.decode, work.prefill, work.merge)
         # One transfer for all: each is a short list, and a transfer costs more than its bytes. Each
         # begins at a multiple of 16 bytes, or the kernels would be compiled once more for it.
         padded = [np.pad(x.ravel(), (0, -x.size % 4)) for x in lists]
         device = torch.from_numpy(np.concatenate(padded)).to(plan.device, non_blocking=True)
         ends = np.cumsum([0, *map(len, padded)]).tolist()
-        runs, run_queries, decode, prefill, merge = (
+        there = (
             device[end : end + x.size].view(x.shape) for end, x in zip(ends, lists, strict=False)
         )
-        return _Step(
-            work=work,
-            runs=runs,
-            run_queries=run_queries,
-            decode=decode,
-            prefill=prefill,
-            merge=merge,
-            tree_launch=tree,
-            decode_launch=single,
-            prefill_launch=many,
-            split=tuning.split,
-        )
+        return _Step(*there, num_slots=work.num_slots)
 
-    key = ("triton step", group, call.num_kv_heads, head_dim, dtype, quantised, window, tuning)
-    return plan.once(key, make)
+    return plan.once(("triton step", heads, window, tuning), make)
+
+
+def _sizes(heads: Heads, tuning: Tuning) -> Sizes:
+    return Sizes(
+        split=tuning.split,
+        prefill_queries=heads.launch("prefill").block_m // heads.group,
+        run=tuning.run,
+        run_queries=heads.launch("tree").block_m // heads.group,
+        num_kv_heads=heads.kv_heads,
+    )
+
+
+def _fixed(plan: FixedPlan, heads: Heads, features: Features) -> tuple[_Step, Tuning]:
+    """Find the lists that ``DecodeLists`` has laid down for a step of single tokens."""
+    work, window = plan.work, features.sliding_window
+    expect(("decode", window) in work, "plan.work", f"lists for a window of {window}", list(work))
+    listed_for, tuning = plan.listed_for
+    expect(heads == listed_for, "q and the pool", f"what was listed for, {listed_for}", heads)
+    decode = work["decode", window]
+    step = _Step(
+        work["runs", window],
+        work["run_queries", window],
+        decode,
+        decode[:0],
+        work["merge", window],
+        plan.slots_of_partials,
+    )
+    return step, tuning
+
+
+class DecodeLists:
+    """Lists the work of decode steps for a captured graph: by window, at sizes known beforehand.
+
+    ``paged_attention_triton`` launches exactly what is in them. ``windows`` are those of all the
+    layers, None for one without.
+    """
+
+    def __init__(
+        self, heads: Heads, windows: Iterable[int | None], *, tuning: Tuning | None = None
+    ) -> None:
+        self._heads, self._tuning = heads, tuning or Tuning.of(heads)
+        self._sizes = _sizes(heads, self._tuning)
+        self._windows = tuple(dict.fromkeys(windows))
+
+    def of(self, plan: AttentionPlan) -> dict[int | None, Work]:
+        """List the work of a step of one token a sequence; every row is merged."""
+        return {
+            window: list_work(
+                plan, window, self._tuning.runs(plan, window), self._sizes, merge_all=True
+            )
+            for window in self._windows
+        }
+
+    def room(self, works: Mapping[int | None, Work]) -> Room:
+        """Say how long the lists are that hold the work, and the programs of a launch."""
+        return Room.of(works)
+
+    def step(self, room: Room, rows: int, tables: torch.Tensor, block_size: int) -> FixedStep:
+        """Make the buffers of steps of ``rows`` sequences that fit into ``room``."""
+        shapes: dict[Hashable, tuple[int, ...]] = room.shapes(rows, self._windows)
+        return FixedStep(
+            rows,
+            tables,
+            block_size,
+            lists=shapes,
+            listed_for=(self._heads, self._tuning),
+            slots_of_partials=room.slots,
+        )

@@ -32,6 +32,7 @@ class Launch:
     num_stages: int
 
 
+@functools.cache
 def choose_launch(
     family: Family,
     dtype: torch.dtype,

@@ -6,12 +6,14 @@ Knows the plan, who shares which run of keys and the sizes of the launches. Rows
     query of sequence s   | run 0, piece 0 | piece 1 | run 1, piece 0 | own 0 | own 1 |
     slot                  first            + 1       + 2              + 3     + 4     first + parts
 
-A query with a single part has no slot: the kernel that attends it stores the result.
+A query with a single part has no slot, unless every row is to be merged: the kernel that attends it
+stores the result.
 
 Kernels read true lengths on the device. So a flat decode step that was captured in a CUDA graph
 with a plan of the longest lengths replays with any shorter ones, once the plan's tensors on the
 device are overwritten: a program whose keys are not there yet says so in its slot and ends. Not so
-with a sliding window, whose first split follows from the length.
+with a sliding window, whose first split follows from the length, nor where runs are shared; a graph
+for those reads lists that are overwritten too (``triton_fixed``).
 """
 
 from dataclasses import dataclass
@@ -48,8 +50,17 @@ class Work:
     num_slots: int
 
 
-def list_work(plan: AttentionPlan, window: int | None, runs: SharedRuns | None, s: Sizes) -> Work:
+def list_work(
+    plan: AttentionPlan,
+    window: int | None,
+    runs: SharedRuns | None,
+    s: Sizes,
+    *,
+    merge_all: bool = False,
+) -> Work:
     """List the work of a step. O(sequences + runs + programs) steps in numpy.
+
+    merge_all   give even a single part a slot: then each row is a line of ``merge``
 
     Where runs are given, their bounds are multiples of ``s.split``. A sequence whose new tokens
     fill a program by themselves gains nothing by company and is left out of them.
@@ -72,22 +83,23 @@ def list_work(plan: AttentionPlan, window: int | None, runs: SharedRuns | None, 
     splits = cached[decode] // s.split - first_split + 1
     parts = shared + (queries > 0)
     parts[decode] += splits - 1
-    slots = np.where(parts > 1, parts * queries, 0)
-    first_slot = np.where(parts > 1, np.cumsum(slots) - slots, -1)
+    apart = parts > (0 if merge_all else 1)
+    slots = np.where(apart, parts * queries, 0)
+    first_slot = np.where(apart, np.cumsum(slots) - slots, -1)
 
     which, nth = _count_up(splits)
     seqs = decode[which]
-    at = np.where(parts[seqs] > 1, first_slot[seqs] + shared[seqs] + nth, -1)
+    at = np.where(apart[seqs], first_slot[seqs] + shared[seqs] + nth, -1)
     decode_lines = np.stack([seqs, (first_split[which] + nth) * s.split, at], axis=1)
 
     which, nth = _count_up(-(-queries[plan.prefill_seqs] // s.prefill_queries))
     seqs, first = plan.prefill_seqs[which], nth * s.prefill_queries
-    at = np.where(parts[seqs] > 1, first_slot[seqs] + first * parts[seqs] + shared[seqs], -1)
+    at = np.where(apart[seqs], first_slot[seqs] + first * parts[seqs] + shared[seqs], -1)
     prefill_lines = np.stack([seqs, first, own_start[seqs], at, parts[seqs]], axis=1)
     # Programs start in order, so the longest go first and none of them ends alone.
     prefill_lines = prefill_lines[np.argsort(-(cached - own_start)[seqs] - first, kind="stable")]
 
-    merged = np.flatnonzero((parts > 1) & (queries > 0))
+    merged = np.flatnonzero(apart & (queries > 0))
     which, nth = _count_up(queries[merged])
     seqs = merged[which]
     rows = plan.host_cu_seqlens_q[seqs] + nth

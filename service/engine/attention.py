@@ -2,34 +2,67 @@
 
 A model whose attention implementation is ``radixkv`` calls ``paged_attention_forward`` in every
 layer. What the layer needs of the step travels as the keyword ``radixkv`` through the model's
-forward. The name has no mask function, and transformers then makes no mask at all.
+forward. The name has no mask function, and transformers then makes no mask at all. Nothing in here
+stops a compiler: the layer's work is one operator, and the step is a bundle of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 from transformers import AttentionInterface
 
-from radixkv.kernels.attention import paged_attention
 from radixkv.kernels.layout import KVPool
+from radixkv.kernels.op import number_of, write_and_attend
 from radixkv.kernels.plan import AttentionPlan
-from radixkv.kernels.write import write_kv
 
 IMPLEMENTATION = "radixkv"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedStep:
-    """What each layer needs of the step: where its keys and values lie, and who reads which."""
+    """What each layer needs of the step: where keys and values lie, and by number who reads which.
 
-    pool: KVPool
-    plan: AttentionPlan
+    The plan must be kept by whoever makes the step for as long as the step is used.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    plan: torch.Tensor
     backend: str = "auto"
+
+    @classmethod
+    def of(cls, pool: KVPool, plan: AttentionPlan, backend: str = "auto") -> PagedStep:
+        """Bundle a pool and a plan."""
+        return cls(pool.data, pool.scales, number_of(plan), backend)
+
+
+def _unbundle(step: PagedStep) -> tuple[list[torch.Tensor | None], str]:
+    return [step.data, step.scales, step.plan], step.backend
+
+
+def _unbundle_by_name(step: PagedStep) -> tuple[list[tuple[Any, torch.Tensor | None]], str]:
+    tensors, backend = _unbundle(step)
+    names = ("data", "scales", "plan")
+    return [(GetAttrKey(n), x) for n, x in zip(names, tensors, strict=True)], backend
+
+
+def _bundle(tensors: Iterable[Any], backend: Any) -> PagedStep:
+    return PagedStep(*tensors, backend)
+
+
+register_pytree_node(  # as torch.export wants it of what is handed to a model
+    PagedStep,
+    _unbundle,
+    _bundle,
+    serialized_type_name="radixkv.PagedStep",
+    flatten_with_keys_fn=_unbundle_by_name,
+)
 
 
 def paged_attention_forward(
@@ -59,15 +92,14 @@ def paged_attention_forward(
             "this model's attention reads a paged KV pool, so its forward works only through "
             "ModelRunner; use own_attention(model) to call it directly"
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    pool, plan = radixkv.pool, radixkv.plan
-    k_layer, v_layer = pool.k[layer], pool.v[layer]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_layer, v_layer, plan.slots)
-    out = paged_attention(
+    out = write_and_attend(
         query[0].transpose(0, 1),
-        k_layer,
-        v_layer,
-        plan,
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        radixkv.data,
+        radixkv.scales,
+        radixkv.plan,
+        module.layer_idx,  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         soft_cap=softcap,
