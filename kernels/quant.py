@@ -26,6 +26,9 @@ from radixkv.kernels.checks import expect
 LIMIT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The code that the largest magnitude of a vector gets, of each type that needs scales."""
 
+SCALES = "float32 of each head vector, its largest magnitude over the limit"
+"""What the scales of a pool are, for whoever says under which conditions blocks may be shared."""
+
 SMALLEST_PEAK = 2.0**-100
 """Vectors smaller than this throughout are scaled as if they reached it; its inverse is finite."""
 

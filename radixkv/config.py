@@ -12,6 +12,8 @@ from radixkv.errors import InvalidConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
 DECODERS = ("auto", "native", "generic")
+KV_DTYPES = ("auto", "fp8_e4m3", "int8")
+CUDA_GRAPHS = ("auto", "off")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -73,6 +75,12 @@ class EngineConfig:
     """Promise answers whose bits depend on the request alone: not on hits, chunks, batch, threads.
     Only the compiled decoder keeps that promise, at no cost; without it the engine refuses to be
     built."""
+    kv_dtype: str = "auto"
+    """What the pool stores: ``auto`` is what the model computes; ``fp8_e4m3`` and ``int8`` are a
+    byte a number and a scale a head, so that about twice as many tokens of bfloat16 fit, less
+    exactly. Only by the generic decoder."""
+    cuda_graphs: str = "auto"
+    """``auto`` replays decode steps as CUDA graphs on a GPU, ``off`` launches each kernel anew."""
     num_threads: int | None = None
     """Compute threads on the CPU; None leaves torch's own choice."""
     adapter: tuple[str, ...] = ()
@@ -101,6 +109,18 @@ class EngineConfig:
             raise InvalidConfig(f"dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
         if self.decoder not in DECODERS:
             raise InvalidConfig(f"decoder is {self.decoder!r}; accepted: {', '.join(DECODERS)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidConfig(f"kv_dtype is {self.kv_dtype!r}; accepted: {', '.join(KV_DTYPES)}")
+        if self.cuda_graphs not in CUDA_GRAPHS:
+            raise InvalidConfig(
+                f"cuda_graphs is {self.cuda_graphs!r}; accepted: {', '.join(CUDA_GRAPHS)}"
+            )
+        if self.kv_dtype != "auto" and (self.decoder == "native" or self.deterministic):
+            asked = "deterministic is on" if self.deterministic else "decoder is 'native'"
+            raise InvalidConfig(
+                f"kv_dtype is {self.kv_dtype!r} and {asked}; the compiled decoder stores what it "
+                "computes and knows no codes: use the generic decoder, or kv_dtype auto"
+            )
         if self.deterministic and self.decoder == "generic":
             raise InvalidConfig(
                 "deterministic needs the compiled decoder, and decoder is 'generic', whose sums "

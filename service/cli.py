@@ -82,6 +82,14 @@ def serve(
             "--deterministic/--no-deterministic",
         ),
     ] = None,
+    cuda_graphs: Annotated[
+        str | None,
+        _option(
+            _MODEL,
+            "auto (default) replays decode steps as CUDA graphs on a GPU, off launches each kernel "
+            "anew.",
+        ),
+    ] = None,
     num_threads: Annotated[
         int | None, _option(_MODEL, "Compute threads on the CPU; default: torch's choice.")
     ] = None,
@@ -106,6 +114,14 @@ def serve(
     ] = None,
     kv_memory: Annotated[
         str | None, _option(_CACHE, "Memory for KV blocks, such as 512MiB; default 1GiB.")
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        _option(
+            _CACHE,
+            "auto (default) stores what the model computes; fp8_e4m3 or int8 a byte a number, so "
+            "that more tokens fit, less exactly. Generic decoder only.",
+        ),
     ] = None,
     block_size: Annotated[int | None, _option(_CACHE, "Tokens a block; default 16.")] = None,
     prefix_cache: Annotated[

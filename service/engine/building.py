@@ -1,6 +1,6 @@
 """What an engine is built of: its settings, and the model they ask for.
 
-Knows configs, paths and loaded models; nothing of threads, pools or requests.
+Knows configs, paths and loaded models; nothing of threads or requests.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from radixkv.config import EngineConfig, parse_bytes
 from radixkv.errors import InvalidConfig
+from radixkv.service.engine.cuda_graphs import cuda_graphs
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
 from radixkv.service.engine.preflight import check_settings
+from radixkv.service.engine.runner import ModelRunner
 
 
 def settings_of(
@@ -44,15 +48,36 @@ def model_of(
         check_settings(path, config)
         if progress is not None:
             progress(f"loading {config.model}")
+        small = config.kv_dtype != "auto" and config.decoder == "auto"
         model = load_model(
             path,
             name=config.model,
             dtype=config.dtype,
             device=config.device,
-            decoder=config.decoder,
+            decoder="generic" if small else config.decoder,  # the compiled one stores no codes
         )
+        if small:
+            model.generic_reason = f"kv_dtype is {config.kv_dtype}"
     _expect_decoder(model, config)
     return model
+
+
+def kv_dtype_of(config: EngineConfig) -> torch.dtype | None:
+    """Return what the pool stores, None: what the model computes."""
+    return {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[config.kv_dtype]
+
+
+def runner_of(loaded: LoadedModel, config: EngineConfig, num_blocks: int) -> ModelRunner:
+    """Make what computes the steps, with a pool of ``num_blocks``."""
+    graphs = cuda_graphs(loaded.device, config.cuda_graphs)
+    return ModelRunner(
+        loaded,
+        num_blocks,
+        config.block_size,
+        kv_dtype=kv_dtype_of(config),
+        graphs=graphs,
+        max_num_seqs=config.max_num_seqs,
+    )
 
 
 def _expect_decoder(loaded: LoadedModel, config: EngineConfig) -> None:
@@ -62,6 +87,11 @@ def _expect_decoder(loaded: LoadedModel, config: EngineConfig) -> None:
             raise InvalidConfig(
                 f"decoder is 'generic', but {loaded.name} was loaded for the compiled decoder; "
                 "load it with decoder='generic'"
+            )
+        if config.kv_dtype != "auto":
+            raise InvalidConfig(
+                f"kv_dtype is {config.kv_dtype!r}, but {loaded.name} was loaded for the compiled "
+                "decoder, which stores what it computes; load it with decoder='generic'"
             )
         return
     for wanted, what in (

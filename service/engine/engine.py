@@ -27,7 +27,7 @@ from radixkv.errors import EngineDead, InvalidRequest, Overloaded
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.adapters import Adapter, Adapters, split_setting
 from radixkv.service.engine.boundaries import Cut, render_cut
-from radixkv.service.engine.building import model_of, settings_of
+from radixkv.service.engine.building import kv_dtype_of, model_of, runner_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.core import EngineCore
@@ -79,7 +79,7 @@ class Engine:
         (progress or log.info)(f"runs {self.decoder_in_words}")
         self._capacity = Capacity.plan(
             kv_memory=self.config.kv_memory,
-            bytes_per_block=ModelRunner.bytes_per_block(self._model, self.config.block_size),
+            bytes_per_block=self.bytes_per_block,
             block_size=self.config.block_size,
             model_len=self._model.max_model_len,
             max_model_len=self.config.max_model_len,
@@ -96,7 +96,7 @@ class Engine:
             force_miss=self.config.force_miss,
         )
         self._core = EngineCore(
-            ModelRunner(self._model, self._capacity.num_blocks, self.config.block_size),
+            runner_of(self._model, self.config, self._capacity.num_blocks),
             cache,
             max_batch_tokens=self.config.max_batch_tokens,
             max_num_seqs=self.config.max_num_seqs,
@@ -152,7 +152,9 @@ class Engine:
     @property
     def bytes_per_block(self) -> int:
         """What a KV block takes of the device's memory."""
-        return ModelRunner.bytes_per_block(self._model, self.config.block_size)
+        return ModelRunner.bytes_per_block(
+            self._model, self.config.block_size, kv_dtype_of(self.config)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -475,6 +477,7 @@ class Engine:
             origin.namespace,
             self.config.block_size,
             deterministic=self.config.deterministic,
+            kv_dtype=kv_dtype_of(self.config),
             adapter=None if adapter is None else adapter.digest,
         )
 

@@ -20,6 +20,7 @@ from radixkv.identity.fingerprint import DIGEST_BYTES, digest_text, digest_value
 from radixkv.identity.identity import CacheIdentity, Execution, Namespace
 from radixkv.kernels.layout import LAYOUT_VERSION, NUMERICS_VERSION
 from radixkv.kernels.native_decoder import DECODER_NUMERICS_VERSION
+from radixkv.kernels.quant import LIMIT, SCALES
 
 _CHUNK_BYTES = 64 * 2**20
 # Keys of a config that choose what a forward pass returns, or how and where it was saved or loaded.
@@ -75,6 +76,12 @@ class Fingerprints:
         execution = replace(
             self.execution, compute_dtype="float32", numerics_version=DECODER_NUMERICS_VERSION
         )
+        return replace(self, execution=execution)
+
+    def of_pool(self, kv_dtype: torch.dtype) -> Fingerprints:
+        """Return the fingerprints of the same model over a pool that stores ``kv_dtype``."""
+        scales = SCALES if kv_dtype in LIMIT else None
+        execution = replace(self.execution, kv_dtype=_name(kv_dtype), kv_scales=scales)
         return replace(self, execution=execution)
 
     def identity(

@@ -119,14 +119,18 @@ class LoadedModel:
         block_size: int,
         *,
         deterministic: bool = False,
+        kv_dtype: torch.dtype | None = None,
         adapter: str | None = None,
     ) -> CacheIdentity:
         """Return what KV of this model may be shared under; the same object for the same question.
 
-        ``adapter`` is the digest of one that is applied. Any thread may ask.
+        ``kv_dtype`` is what the pool stores, None: what the model computes; ``adapter`` the digest
+        of one that is applied. Any thread may ask.
         """
         fingerprints = self.fingerprints
-        key = (namespace, block_size, deterministic, adapter, fingerprints.weights)
+        if kv_dtype is not None:
+            fingerprints = fingerprints.of_pool(kv_dtype)
+        key = (namespace, block_size, deterministic, kv_dtype, adapter, fingerprints.weights)
         found = self._identities.get(key)
         if found is None:
             if len(self._identities) >= _MAX_REMEMBERED_IDENTITIES:

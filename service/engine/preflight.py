@@ -40,7 +40,7 @@ def check_settings(path: Path, config: EngineConfig) -> None:
         return
     Capacity.plan(
         kv_memory=config.kv_memory,
-        bytes_per_block=config.block_size * _least_bytes_per_token(about, config.dtype),
+        bytes_per_block=config.block_size * _least_bytes_per_token(about, config),
         block_size=config.block_size,
         model_len=model_len,
         max_model_len=config.max_model_len,
@@ -59,7 +59,7 @@ def _expect_native(about: Mapping[str, Any], config: EngineConfig) -> None:
     raise InvalidConfig(f"{asked}, which needs the compiled decoder, and it cannot be: {reason}")
 
 
-def _least_bytes_per_token(about: Mapping[str, Any], dtype: str) -> int:
+def _least_bytes_per_token(about: Mapping[str, Any], config: EngineConfig) -> int:
     """Bytes of KV a token; at least 1, and never more than the loaded model will need."""
     heads = about.get("num_attention_heads")
     kv_heads = about.get("num_key_value_heads")
@@ -70,4 +70,6 @@ def _least_bytes_per_token(about: Mapping[str, Any], dtype: str) -> int:
     known = [part for part in parts if isinstance(part, int) and part > 0]
     if len(known) < len(parts):
         return 1
-    return 2 * math.prod(known) * (4 if dtype == "float32" else 2)
+    if config.kv_dtype != "auto":
+        return 2 * math.prod(known[:2]) * (known[2] + 4)  # a scale of 4 bytes a head
+    return 2 * math.prod(known) * (4 if config.dtype == "float32" else 2)
