@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,26 @@ def test_nothing_of_another_tenant_is_told(tmp_path: Path) -> None:
         mine = ask("alice", "/v1/cache/explain", guess)
         assert mine["resident_tokens"] > 100, "alice herself is told"
         assert "xyzzy" in mine["divergence"]["other_text"]
+
+
+def test_a_preempted_requests_trace_lists_each_look_up_and_usage_reports_the_first() -> None:
+    """DIAG-1, USAGE-3."""
+    with running_server(
+        kv_memory="80KiB", lookahead_tokens=0, max_num_seqs=4, swap_memory=0
+    ) as small:
+        prompts = [[3 + (i * 37 + j * 11) % 300 for j in range(40)] for i in range(6)]
+
+        def run(prompt: list[int]) -> Any:
+            body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True}
+            return small.ask("POST", "/v1/completions", body | {"radixkv": {"explain": True}})[2]
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            replies = list(pool.map(run, prompts))
+        traces = [reply["radixkv"]["explain"]["lookups"] for reply in replies]
+        for reply, trace in zip(replies, traces, strict=True):
+            record = reply["radixkv"]["explain"]
+            assert trace[0]["device_tokens"] == record["resident_tokens"] == cached(reply)
+            assert [lookup["resumed"] for lookup in trace] == [False] + [True] * (len(trace) - 1)
+            assert {lookup["identity"] for lookup in trace} == {record["identity"]}
+            assert all(lookup["stopped"] for lookup in trace)
+        assert max(map(len, traces)) > 1, "somebody was preempted"
