@@ -159,13 +159,19 @@ class Attack:
         self.server = server
         self.victim = Party(server, keys["victim"])
         self.attacker = Party(server, keys["attacker"])
+        self.snoop = Party(server, keys["snoop"])  # an attacker who has not forged anything
         self.admin = Party(server, keys["root"])
         self.random = random.Random(seed)
         self._next = 3
 
+    def idle(self) -> bool:
+        """Whether nothing runs or waits; pins may stay."""
+        stats = self.server.engine.stats()
+        return stats.num_running == stats.num_waiting == 0
+
     def close(self) -> None:
-        """Hang up all three."""
-        for party in (self.victim, self.attacker, self.admin):
+        """Hang up all."""
+        for party in (self.victim, self.attacker, self.snoop, self.admin):
             party.close()
 
     def prompt(self, length: int) -> Ids:
@@ -181,7 +187,7 @@ class Attack:
 
     def forget(self) -> None:
         """Empty the cache, as an admin may."""
-        self.server.wait_until(self.server.at_rest)
+        self.server.wait_until(self.idle)
         status, text = self.admin.ask("POST", "/v1/cache/reset")
         assert status == 200, text
 

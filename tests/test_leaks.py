@@ -31,7 +31,7 @@ def keys_and_server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Keys, RunningServer]]:
     folder = tmp_path_factory.mktemp("tenants")
-    gate, keys = open_gate(folder, victim={}, attacker={}, root={"role": "admin"})
+    gate, keys = open_gate(folder, victim={}, attacker={}, snoop={}, root={"role": "admin"})
     with running_server(gate=gate, kv_memory="32MiB", max_batch_tokens=256) as server:
         yield keys, server
 
@@ -186,7 +186,7 @@ def test_no_route_shows_anything_of_another_tenant(attack: Attack) -> None:
                 "prompt_cache_key": "victim-label", "cache_salt": "victim-salt"}  # fmt: skip
         attack.victim.ask("POST", route, body)
     attack.victim.ask("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 4})
-    server.wait_until(server.at_rest)
+    server.wait_until(attack.idle)
 
     def expect_nothing(text: str, where: str) -> None:
         for word in ("xyzzy", "plugh", "7141", "victim"):
@@ -208,7 +208,7 @@ def test_no_route_shows_anything_of_another_tenant(attack: Attack) -> None:
             continue  # an endless answer, which its own tests read
         for body in bodies if route.method == "post" else [None]:
             for query in ("", "?tenant=victim&by=tenant&window=1h&text=1", "?by=prompt_cache_key"):
-                status, text = attack.attacker.ask(route.method.upper(), path + query, body)
+                status, text = attack.snoop.ask(route.method.upper(), path + query, body)
                 assert status < 500, (path, body, text)
                 expect_nothing(text, f"{route.method} {path}{query} {body}")
                 shown += status == 200
