@@ -46,7 +46,7 @@ def test_an_unknown_key_is_refused_with_its_neighbour_and_the_accepted_ones(
         load_settings(write(tmp_path, "kv_memry = 5"), {})
     assert "unknown key 'kv_memry'; did you mean kv_memory?" in str(e.value)
     assert "block_size" in str(e.value)
-    with pytest.raises(InvalidConfig, match="unknown key 'zzz'. Accepted keys: block_size"):
+    with pytest.raises(InvalidConfig, match="unknown key 'zzz'. Accepted keys: .*block_size"):
         load_settings(write(tmp_path, "zzz = 5"), {})
 
 
@@ -69,6 +69,9 @@ def test_an_unknown_key_is_refused_with_its_neighbour_and_the_accepted_ones(
         ("deterministic = 1", "wanted true or false"),
         ('deterministic = true\ndecoder = "generic"', "deterministic needs the compiled decoder"),
         ("shutdown_timeout = -1", "0 to 3600 seconds"),
+        ('public_prompts = "x"', "wanted a list of texts"),
+        ("public_prompts = [1]", "holds something that is no text"),
+        ('public_prompts = [""]', "holds something that is no text"),
         ("port = 1\nport = 2", "cannot be read"),
         ("kv_memory = 1\nkv-memory = 2", "given twice"),
     ],
@@ -100,6 +103,22 @@ def test_a_remote_host_needs_a_word_of_its_own() -> None:
         assert load_settings(None, {"host": host, "insecure_remote": True}).server.host == host
 
 
+def test_a_remote_host_needs_no_such_word_where_callers_have_keys() -> None:
+    """SECURITY-6"""
+    settings = load_settings(None, {"host": "0.0.0.0", "tenants": "tenants.toml"})
+    assert (settings.server.host, settings.tenants) == ("0.0.0.0", "tenants.toml")
+    assert not settings.insecure_remote and not settings.open_metrics
+
+
+def test_a_list_of_texts_is_one_whether_it_comes_from_the_file_or_from_flags(
+    tmp_path: Path,
+) -> None:
+    file = write(tmp_path, 'public_prompts = ["Be brief.", "Be kind."]\n')
+    assert load_settings(file, {}).public_prompts == ("Be brief.", "Be kind.")
+    assert load_settings(file, {"public_prompts": ["x"]}).public_prompts == ("x",)
+    assert load_settings(None, {"public_prompts": None}).public_prompts == ()
+
+
 def test_loopback_is_told_from_the_rest() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1", "[::1]")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example")))
@@ -110,3 +129,11 @@ def test_the_example_names_every_key_and_gives_its_default() -> None:
     assert load_settings(file, {}) == load_settings(None, {})
     shown = {line.strip("# ").split(" = ")[0] for line in file.read_text().splitlines()}
     assert set(setting_names()) <= shown
+
+
+def test_vllms_metric_names_are_had_by_either_setting() -> None:
+    assert not load_settings(None, {}).vllm_metrics
+    assert load_settings(None, {"metrics_compat": "vllm"}).vllm_metrics
+    assert load_settings(None, {"vllm_metric_names": True}).vllm_metrics
+    with pytest.raises(InvalidConfig, match="metrics_compat is 'sglang'; wanted 'none' or 'vllm'"):
+        load_settings(None, {"metrics_compat": "sglang"})
