@@ -139,6 +139,7 @@ def test_openais_options_add_one_at_the_end_and_the_latest_four_count() -> None:
     marks = chat([*many, text("end")], prompt_cache_options={})
     assert [mark.cut.text for mark in marks] == [*ends[1:], None]
     assert chat("a", prompt_cache_options={"mode": "explicit"}) == ()
+    assert chat("a", prompt_cache_options={"comparison_response_id": "chatcmpl-1"}) == ()
 
 
 def test_retention_keeps_the_whole_for_a_day_and_goes_with_nothing_else() -> None:

@@ -77,6 +77,13 @@ class CacheOptions(Strict):
         None, max_length=128, description="An earlier answer that misses are explained against."
     )
 
+    @property
+    def adds_one(self) -> bool:
+        """Whether they ask for a breakpoint at the end of the last message."""
+        if self.mode is None and self.ttl is None:
+            return self.comparison_response_id is None  # else they ask for a comparison alone
+        return self.mode != "explicit"
+
 
 class AutomaticFields(Strict):
     """What a chat may say of its breakpoints as a whole, as Anthropic has it."""
@@ -193,7 +200,7 @@ def _breakpoints(turns: Sequence[Sequence[Part]], fields: CacheFields, room: int
             param="prompt_cache_retention",
         )
     whole: list[Mark] = []
-    if turns and options is not None and options.mode != "explicit":
+    if turns and options is not None and options.adds_one:
         whole = [Mark(Cut(len(turns) - 1), ttl_seconds(ttl))]
     elif turns and fields.prompt_cache_retention == "24h":
         whole = [Mark(Cut(len(turns) - 1), RETENTION_S)]
