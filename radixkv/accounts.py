@@ -118,30 +118,30 @@ class Accounts:
     one may have is O(1) to say.
     """
 
-    __slots__ = ("_of", "capacity", "protected", "victims")
+    __slots__ = ("by_tenant", "capacity", "protected", "victims")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.victims = Victims()
         self.protected = 0
-        self._of: dict[str | None, Account] = {}
+        self.by_tenant: dict[str | None, Account] = {}
 
     def of(self, tenant: str | None) -> Account:
         """Return the account of ``tenant``, opened if need be."""
-        account = self._of.get(tenant)
+        account = self.by_tenant.get(tenant)
         if account is None:
-            account = self._of[tenant] = Account(tenant, len(self._of))
+            account = self.by_tenant[tenant] = Account(tenant, len(self.by_tenant))
             self.victims.admit(account)
         return account
 
     def __iter__(self) -> Iterator[Account]:
-        return iter(self._of.values())
+        return iter(self.by_tenant.values())
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self.by_tenant)
 
     def __contains__(self, tenant: str | None) -> bool:
-        return tenant in self._of
+        return tenant in self.by_tenant
 
     def set_share(self, tenant: str | None, *, quota: int | None = None, floor: int = 0) -> None:
         """Set what ``tenant`` may keep, in blocks; without arguments, take it back.
@@ -201,7 +201,7 @@ class Accounts:
         for account in {*self, *blocks}:
             name = f"the account of {account.tenant!r}"
             found = blocks.get(account, 0), evictable.get(account, 0)
-            if self._of.get(account.tenant) is not account:
+            if self.by_tenant.get(account.tenant) is not account:
                 wrong.append(f"{name} is not in the book")
             if (account.blocks, account.evictable) != found:
                 wrong.append(

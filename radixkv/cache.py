@@ -91,7 +91,8 @@ class PrefixCache:
             ids.append(source)
         if node is not None:
             self.tree.hold(node, len(ids))
-        account = self.accounts.of(identity.namespace.tenant)
+        tenant = identity.namespace.tenant
+        account = self.accounts.by_tenant.get(tenant) or self.accounts.of(tenant)
         lease = Lease(self, identity, ids, node, len(ids), cached, account, batch, border)
         lease._counted = counted = (len(tokens) // 4, num_valid, resumed)
         self._count(account, 1, counted, cached)

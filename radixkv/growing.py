@@ -76,7 +76,6 @@ def extend(
     key: bytes,
     blocks: BlockIds,
     root: Root | None = None,
-    *,
     batch: bool = False,
 ) -> Node:
     """Let the path go on with ``key``, which nothing resident goes on with; return its end.
@@ -136,7 +135,6 @@ def add_tail(
     tail: bytes,
     block: int,
     root: Root | None = None,
-    *,
     batch: bool = False,
 ) -> Node | None:
     """Let the path go on with the tokens of a partial block, and return its end.
@@ -156,7 +154,7 @@ def add_tail(
             after = node.order.around(tail)[1] or b""
         if after.startswith(tail):
             return None
-    return extend(tree, held, depth, tail, array("i", [block]), root, batch=batch)
+    return extend(tree, held, depth, tail, array("i", [block]), root, batch)
 
 
 def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:

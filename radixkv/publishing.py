@@ -13,6 +13,7 @@ from radixkv.nodes import Node, Root
 from radixkv.shrinking import drop_root
 
 if TYPE_CHECKING:
+    from radixkv.public import PublicPrefix
     from radixkv.table import BlockTable
 
 
@@ -24,13 +25,18 @@ def publish(table: BlockTable, tokens: bytes, *, tail: bool) -> None:
     """
     tree, border = table._cache.tree, table._border
     num_whole, rest = divmod(table.num_tokens, tree.block_size)
-    if border is not None and (border.withdrawn or not _keeps_to(border.tokens, tokens)):
-        return
-    if num_whole > table.num_published:
-        _publish_whole(table, tokens, num_whole)
-    ends_public = border is not None and table.num_tokens == border.num_tokens
-    if rest and (tail or ends_public) and table.num_published == num_whole:
-        _publish_tail(table, tokens[num_whole * tree.stride : 4 * table.num_tokens])
+    if border is not None:
+        if border.withdrawn or not _keeps_to(border.tokens, tokens):
+            return
+        tail = tail or table.num_tokens == border.num_tokens
+    start = table.num_published
+    if num_whole > start and (start >= table._num_in or table._take_back(start)):
+        if border is None:
+            _put(table, tokens, num_whole, None if start else tree.root(table.identity))
+        else:
+            _put_both(table, tokens, num_whole, border)
+    if tail and rest and table.num_published == num_whole:
+        _put_tail(table, tokens[num_whole * tree.stride : 4 * table.num_tokens])
 
 
 def _keeps_to(prefix: bytes, tokens: bytes) -> bool:
@@ -41,13 +47,12 @@ def _keeps_to(prefix: bytes, tokens: bytes) -> bool:
     return tokens.startswith(prefix) or (len(tokens) < len(prefix) and prefix.startswith(tokens))
 
 
-def _publish_whole(table: BlockTable, tokens: bytes, stop: int) -> None:
-    start, border = table.num_published, table._border
-    if start < table._num_in and not table._take_back(start):
-        return
-    if border is not None and start < border.num_whole:
-        _put(table, tokens, min(stop, border.num_whole), _root(table, start, private=False))
-        if table.num_published < border.num_whole or stop == border.num_whole:
+def _put_both(table: BlockTable, tokens: bytes, stop: int, border: PublicPrefix) -> None:
+    """Put our whole blocks up to ``stop`` in: those before the border, then those behind it."""
+    start, end = table.num_published, border.num_whole
+    if start < end:
+        _put(table, tokens, min(stop, end), _root(table, start, private=False))
+        if table.num_published < end or stop == end:
             return
     _put(table, tokens, stop, _root(table, table.num_published, private=True))
 
@@ -61,8 +66,9 @@ def _put(table: BlockTable, tokens: bytes, stop: int, root: Root | None) -> None
         stop = _ready(table, depth, stop)
     if depth < stop:
         key = tokens[depth * tree.stride : stop * tree.stride]
-        below = root if depth == start else None
-        node = extend(tree, node, depth, key, ids[depth:stop], below, batch=table.batch)
+        node = extend(
+            tree, node, depth, key, ids[depth:stop], root if depth == start else None, table.batch
+        )
     elif root is not None and root.children is None:
         drop_root(tree, root)  # made in vain
     if node is not None:
@@ -70,7 +76,7 @@ def _put(table: BlockTable, tokens: bytes, stop: int, root: Root | None) -> None
         _sink(table, node, stop)
 
 
-def _publish_tail(table: BlockTable, tail: bytes) -> None:
+def _put_tail(table: BlockTable, tail: bytes) -> None:
     at, border = table.num_published, table._border
     if table._sources or table._sources_in:
         return
@@ -79,7 +85,7 @@ def _publish_tail(table: BlockTable, tail: bytes) -> None:
     if table._forks is None or _ready(table, at, at + 1) > at:
         private = border is None or table.num_tokens > border.num_tokens
         root, block = _root(table, at, private), table._ids[at]
-        end = add_tail(table._cache.tree, table._node, at, tail, block, root, batch=table.batch)
+        end = add_tail(table._cache.tree, table._node, at, tail, block, root, table.batch)
         if end is not None:
             _sink(table, end, at + 1)
 
@@ -108,7 +114,9 @@ def _ready(table: BlockTable, start: int, stop: int) -> int:
 def _sink(table: BlockTable, node: Node, depth: int) -> None:
     """Note that our hold ends at ``depth`` now, and let our forks hold the same."""
     table._node, table._depth, table._num_in = node, depth, depth
-    for fork in table._forks or ():
+    if table._forks is None:
+        return
+    for fork in table._forks:
         if fork is not table and fork._hold_with(table):
             whole = fork.num_tokens // table._cache.block_size
             fork.num_published = min(fork._num_in, table.num_published, whole)

@@ -50,7 +50,10 @@ def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
             if most > n:
                 most = n
         else:
-            account, node, most = taker, taker.leaves.oldest(), n
+            account, most = taker, n
+            leaf = taker.leaves.peek()
+            assert leaf is not None
+            node = leaf
         blocks = node.blocks
         keep = len(blocks) - most
         if keep < 0:

@@ -111,7 +111,11 @@ class RadixTree:
                 taken += len(node.blocks)
             node.locks += 1
         if taken:
-            self._became_evictable(node, -taken)
+            self.evictable -= taken
+            account = node.root.account
+            account.evictable -= taken
+            if account.bounded:
+                self.accounts.note(account)
         return end
 
     def release(self, node: Node, depth: int, batch: bool = False) -> None:
@@ -159,18 +163,14 @@ class RadixTree:
             elif node.root.border is not None:
                 self._unlock(node.root)
         if freed:
-            self._became_evictable(node, freed)
+            self.evictable += freed
+            account = node.root.account
+            account.evictable += freed
+            if account.bounded:
+                self.accounts.note(account)
         # Two nodes are kept apart for a hold that ends between them, or for a sibling.
         if last.children is not None and len(last.children) == 1 and last.blocks:
             self.num_nodes -= last.join(self.stride)
-
-    def _became_evictable(self, node: Node, n: int) -> None:
-        """Note that ``n`` more blocks of the owner of ``node`` are evictable, or -n fewer."""
-        account = node.root.account
-        account.evictable += n
-        self.evictable += n
-        if account.bounded:
-            self.accounts.note(account)
 
     def _let_go_inside(self, node: Node, depth: int) -> int:
         """Do so on an edge that is held to more than one depth; return how many blocks that frees.
