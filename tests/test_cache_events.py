@@ -18,10 +18,15 @@ class Book:
     def stats(self) -> Any:
         return SimpleNamespace(resets=self.resets)
 
+    def account(self, tenant: str) -> Any:
+        return next(a for a in self.accounts if a.tenant == tenant)
+
     def set(self, tenant: str | None, blocks: int = 0, suffered: int = 0, pinned: int = 0) -> None:
         self.accounts = [a for a in self.accounts if a.tenant != tenant]
         self.accounts.append(
-            SimpleNamespace(tenant=tenant, blocks=blocks, suffered=suffered, pinned=pinned)
+            SimpleNamespace(
+                tenant=tenant, blocks=blocks, evicted_suffered=suffered, pinned_blocks=pinned
+            )
         )
 
 

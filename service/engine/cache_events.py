@@ -129,9 +129,9 @@ class CacheEvents:
         resets = cache.stats().resets
         seen = self._seen
         now = {
-            account.tenant: _Seen(account.blocks, account.suffered, account.pinned)
-            for account in cache.accounts
-            if account.tenant is not None
+            tenant: _Seen(account.blocks, account.evicted_suffered, account.pinned_blocks)
+            for tenant in [account.tenant for account in cache.accounts]
+            if tenant is not None and (account := cache.account(tenant))
         }
         self._seen = now
         cleared, self._resets = resets != self._resets, resets

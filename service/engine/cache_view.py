@@ -147,7 +147,7 @@ class CacheView:
         stats = cache.stats()
         small = stats.nodes <= MAX_COUNTED_NODES
         return Inside(
-            accounts=tuple(account.stats() for account in cache.accounts),
+            accounts=tuple(cache.account(a.tenant) for a in [*cache.accounts]),
             waste=Waste(
                 reserved_tokens=reserved,
                 tail_tokens=stats.cached_blocks * size - stats.cached_tokens,

@@ -103,14 +103,16 @@ class Observer:
         self.quantiles = residency.quantiles()
 
     def _count_evictions(self, cache: PrefixCache) -> None:
-        for account in cache.accounts:
-            if account.tenant is None:
+        for tenant in [account.tenant for account in cache.accounts]:
+            if tenant is None:
                 continue
-            before = self._evicted.setdefault(account.tenant, _Evicted())
-            suffered, caused = account.suffered - before.suffered, account.caused - before.caused
-            before.suffered, before.caused = account.suffered, account.caused
+            account = cache.account(tenant)
+            before = self._evicted.setdefault(tenant, _Evicted())
+            suffered = account.evicted_suffered - before.suffered
+            caused = account.evicted_caused - before.caused
+            before.suffered, before.caused = account.evicted_suffered, account.evicted_caused
             if suffered > 0 or caused > 0:
-                self.history.add_blocks(account.tenant, suffered=suffered, caused=caused)
+                self.history.add_blocks(tenant, suffered=suffered, caused=caused)
 
     def clear(self) -> None:
         """Begin again, as after the warm-up."""
