@@ -15,8 +15,8 @@ misses ("Locality-aware Fair Scheduling in LLM Serving", 2025). That is deficit 
 
     A tenant that comes back is lifted to the floor: nobody saves up more than one quantum.
     What it had while nobody else waited counts up to floor + quantum: nobody pays for idle hours.
-    Of two that wait all the time neither is ahead by more than a quantum, one prompt and what its
-    running sequences say between two admissions; so what they are served converges to the weights.
+    Of two that wait all the time neither's level is ahead by more than a quantum, one prompt and
+    what its running sequences say meanwhile; so what they are served converges to the weights.
 
 The tokens of a step are shared out by the same rule with levels of their own (*ran*: all that was
 computed, charged when it is), or a tenant whose long prompts were all admitted while it was alone
