@@ -55,9 +55,12 @@ def test_an_unknown_key_is_compared_with_every_one_there_is(
     made = [KeyHash.new(NOW) for _ in range(8)]
     compared: list[str] = []
     fits = KeyHash.fits
-    monkeypatch.setattr(
-        KeyHash, "fits", lambda self, key: (compared.append(self.id), fits(self, key))[1]
-    )
+
+    def watched(self: KeyHash, key: str) -> bool:
+        compared.append(self.id)
+        return fits(self, key)
+
+    monkeypatch.setattr(KeyHash, "fits", watched)
     for key in (made[0][0], made[7][0], "rk-00000000-nobody"):
         compared.clear()
         Keyring((kept, "a") for _, kept in made).find(key, NOW)

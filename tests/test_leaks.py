@@ -171,6 +171,34 @@ def test_a_prompt_that_another_is_sending_right_now_is_not_waited_for(attack: At
     assert beside.cached_tokens == LENGTH - 1, "the victim does wait for its own"
 
 
+def test_an_explanation_is_the_same_whether_or_not_another_has_sent_the_prompt(
+    attack: Attack,
+) -> None:
+    """SECURITY-1: sent before, being computed now, or never."""
+
+    def explained(party: Party, prompt: Ids) -> dict[str, Any]:
+        status, text = party.ask("POST", "/v1/cache/explain", {"tokens": prompt})
+        assert status == 200, text
+        found: dict[str, Any] = json.loads(text.split("\n", 1)[1])
+        return found
+
+    before, now, never = attack.prompts(3, length=200)
+    attack.victim.send(before)
+    running = attack.server.engine.submit(
+        now, SamplingParams(max_tokens=3000, ignore_eos=True), origin=Origin(tenant="victim")
+    )
+    deltas = iter(running)
+    next(deltas)
+    try:
+        told = [explained(attack.snoop, prompt) for prompt in (before, now, never)]
+        assert told[0] == told[1] == told[2]
+        assert told[0]["resident_tokens"] == 0
+        assert explained(attack.victim, before)["resident_tokens"] == len(before) - 1
+        assert explained(attack.victim, now)["resident_tokens"] > 0
+    finally:
+        running.abort()
+
+
 SECRET = "the launch code is xyzzy-plugh-7141"
 GUESS = "the launch code is "
 
