@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -269,3 +272,14 @@ def test_an_answer_carries_the_account_of_its_prompt_if_asked(server: RunningSer
     record = reply["radixkv"]["explain"]
     assert record["resident_tokens"] == reply["usage"]["cache_read_input_tokens"]
     assert TypeAdapter(MessageReply).validate_python(reply, strict=True) == reply
+
+
+def test_the_example_keeps_its_system_prompt(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).parents[1] / "examples" / "chat_with_anthropic_client.py"
+    monkeypatch.setattr("sys.argv", [str(file), "--url", server.url])
+    runpy.run_path(str(file), run_name="__main__")
+    made, read = re.findall(r"read (\d+) tokens .*, put in (\d+) to stay", capsys.readouterr().out)
+    assert int(made[0]) < 20 and int(made[1]) > 1000
+    assert int(read[0]) >= int(made[1]) and int(read[1]) == 0
