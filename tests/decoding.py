@@ -91,10 +91,18 @@ def _step(runner: ModelRunner, work: list[tuple[Running, int]]) -> None:
         one.answer.append(token)
 
 
-def ragged(seed: int = 0) -> list[tuple[int, list[int], int]]:
-    """Seven prompts of all lengths that come and go: 1, 2, 4 and 8 rows, windows crossed."""
+RAGGED = ((0, 5, 30), (0, 75, 18), (2, 1, 12), (5, 40, 8), (5, 17, 14), (9, 33, 4), (20, 60, 9))
+"""Seven prompts of all lengths that come and go: 1, 2, 4 and 8 rows, windows crossed."""
+
+FEW = ((0, 13, 6), (0, 40, 3), (2, 17, 3))
+"""For backends that take their time: 1, 2 and 4 rows."""
+
+
+def ragged(
+    seed: int = 0, shapes: Sequence[tuple[int, int, int]] = RAGGED
+) -> list[tuple[int, list[int], int]]:
+    """Draw prompts for (step at which it comes, tokens, tokens wanted)."""
     rng = np.random.default_rng(seed)
-    shapes = [(0, 5, 30), (0, 75, 18), (2, 1, 12), (5, 40, 8), (5, 17, 14), (9, 33, 4), (20, 60, 9)]
     return [(start, rng.integers(3, 300, n).tolist(), wanted) for start, n, wanted in shapes]
 
 
