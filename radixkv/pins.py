@@ -42,6 +42,8 @@ class Pins:
         self.clock = clock
         self.dropped = 0
         """Pins that resets have taken, ever."""
+        self.on_expired: Callable[[Pin], None] | None = None
+        """Told of each pin that was let go because nobody used it for its time."""
         self._cache = cache
         self._budgets: dict[str, int] = {}
         self._held: dict[str, Held] = {}
@@ -220,6 +222,8 @@ class Pins:
                 gone.append(held.shown())
                 self._expired.note(held.identity, held.prefix, self._cache.tree.clock)
                 self._let_go(held)
+                if self.on_expired is not None:
+                    self.on_expired(gone[-1])
             else:
                 self._enqueue(held)
         return gone

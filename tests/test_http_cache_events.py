@@ -90,6 +90,28 @@ def test_a_client_hears_of_hits_stores_evictions_and_resets() -> None:
         server.wait_until(lambda: not server.engine.cache._events.active)
 
 
+def test_pins_are_heard_of_when_they_begin_and_when_they_expire() -> None:
+    with running_server() as server:
+
+        async def listen() -> list[Any]:
+            async with listening(server) as hearing, aiohttp.ClientSession() as session:
+                body = {"prompt": TEXT, "ttl": "1s"}
+                async with session.post(f"{server.url}/v1/cache/pin", json=body) as reply:
+                    assert reply.status == 200, await reply.text()
+                await hearing.until("pinned")
+                pins = server.engine._core.cache.pins
+                later = pins.clock() + 2
+                pins.clock = lambda: later
+                await ask(server, "hello you")
+                return await hearing.until("unpinned")
+
+        heard = server.run(listen())
+        kinds = [event["type"] for event in heard]
+        assert "pinned" in kinds and kinds.index("expired") < kinds.index("unpinned")
+        blocks = {event["type"]: event["counts"].get("blocks") for event in heard}
+        assert blocks["pinned"] == blocks["expired"] == blocks["unpinned"] > 0
+
+
 def test_a_tenant_hears_nothing_of_another(tmp_path: Path) -> None:
     """SECURITY-5: not text, not counts, not even when something happens."""
     gate, keys = open_gate(tmp_path, alice={}, bob={}, root={"role": "admin"})

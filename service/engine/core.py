@@ -81,6 +81,7 @@ class EngineCore:
             batch_share=batch_share,
             swapper=self.swapper,
         )
+        cache.pins.on_expired = self.counters.observer.expired
         self.failure: BaseException | None = None
         self._make_choice = make_choice
         self._requests: dict[Stream, Request] = {}  # admitted to the scheduler and not finished

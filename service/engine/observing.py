@@ -16,6 +16,7 @@ from radixkv.service.engine.history import History
 
 if TYPE_CHECKING:
     from radixkv.cache import PrefixCache
+    from radixkv.pin import Pin
     from radixkv.residency import Histogram
     from radixkv.service.engine.request import Request, Sequence
 
@@ -113,6 +114,10 @@ class Observer:
             before.suffered, before.caused = account.evicted_suffered, account.evicted_caused
             if suffered > 0 or caused > 0:
                 self.history.add_blocks(tenant, suffered=suffered, caused=caused)
+
+    def expired(self, pin: Pin) -> None:
+        """A pin was let go because nobody used it for its time."""
+        self.events.tell("expired", pin.owner, blocks=pin.num_blocks)
 
     def clear(self) -> None:
         """Begin again, as after the warm-up."""
