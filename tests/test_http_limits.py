@@ -171,7 +171,10 @@ def test_a_full_server_does_not_tell_how_full_and_of_whom(tmp_path: Path) -> Non
 
 
 def test_refusals_are_counted_by_limit(tmp_path: Path) -> None:
-    tenants = {"few": {"requests_per_minute": 1}, "root": {"role": "admin"}}
+    tenants: dict[str, dict[str, Any]] = {
+        "few": {"requests_per_minute": 1},
+        "root": {"role": "admin"},
+    }
     with serving(tmp_path, tenants) as (server, keys):
         for _ in range(3):
             complete(server, keys["few"])

@@ -209,10 +209,10 @@ def test_no_route_shows_anything_of_another_tenant(attack: Attack) -> None:
     messages = [{"role": "user", "content": SECRET}]
     guess = [{"role": "user", "content": GUESS}]
     ids = server.engine.tokenize("xyzzy-plugh-7141")
-    for route in ("/v1/chat/completions", "/v1/messages"):
-        body = {"model": "tiny", "messages": messages, "max_tokens": 4, "user": "victim-user",
+    for chat in ("/v1/chat/completions", "/v1/messages"):
+        said = {"model": "tiny", "messages": messages, "max_tokens": 4, "user": "victim-user",
                 "prompt_cache_key": "victim-label", "cache_salt": "victim-salt"}  # fmt: skip
-        attack.victim.ask("POST", route, body)
+        attack.victim.ask("POST", chat, said)
     attack.victim.ask("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 4})
     server.wait_until(attack.idle)
 
