@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from radixkv.cache import PrefixCache
-from radixkv.pins import Pin
+from radixkv.pin import Pin
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.keep import Keep, Kept
 from radixkv.service.engine.request import Sequence as Choice

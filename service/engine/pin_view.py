@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from radixkv.service.engine.keeping import Keeper, PinBudget
 
 if TYPE_CHECKING:
-    from radixkv.pins import Pin
+    from radixkv.pin import Pin
     from radixkv.service.engine.core import EngineCore
 
 
