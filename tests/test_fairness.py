@@ -129,12 +129,14 @@ def test_a_tenant_that_was_away_has_saved_up_no_more_than_a_quantum() -> None:
     a, b = Load(rig, Origin(tenant="a"), 6, 1), Load(rig, Origin(tenant="b"), 6, 2)
     rig.submit(prompt(3, 1), 1, origin=Origin(tenant="back"))
     for _ in range(200):
-        a.feed(), b.feed()
+        for load in (a, b):
+            load.feed()
         rig.turn()
     back = Load(rig, Origin(tenant="back"), 6, 3)
     start = [load.account.cost for load in (a, b, back)]
     for _ in range(100):
-        a.feed(), b.feed(), back.feed()
+        for load in (a, b, back):
+            load.feed()
         rig.turn()
     had = [load.account.cost - old for load, old in zip((a, b, back), start, strict=True)]
     assert had[2] - min(had[:2]) <= 32 + 20 + 4 * 8 + 4 * 8
@@ -144,13 +146,15 @@ def test_what_a_tenant_had_while_nobody_waited_is_not_held_against_it() -> None:
     rig = Rig(num_blocks=512, max_batch_tokens=32, max_num_seqs=4)
     alone = Load(rig, Origin(tenant="a"), 1, 1)
     for _ in range(300):
-        alone.feed() if not rig.core.scheduler.running else None
+        if not rig.core.scheduler.running:
+            alone.feed()
         rig.turn()
     assert alone.account.cost > 800
     alone.depth, other = 6, Load(rig, Origin(tenant="b"), 6, 2)
     start = alone.account.cost
     for _ in range(120):
-        alone.feed(), other.feed()
+        for load in (alone, other):
+            load.feed()
         rig.turn()
     assert other.account.cost - (alone.account.cost - start) <= 32 + 32 + 20 + 8 * 8
 
