@@ -6,19 +6,26 @@ it owns ``num_blocks`` blocks of device memory, computes what is missing and say
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Callable, Collection
 
 from radixkv import audit
 from radixkv.accounts import Account, AccountStats
 from radixkv.blocks import NO_BLOCKS, BlockPool
 from radixkv.copies import PendingCopies
+from radixkv.dump import Dump, dump
 from radixkv.errors import CacheBusy
+from radixkv.explain import Explanation, explain
+from radixkv.ghosts import Ghosts
 from radixkv.holder import Holder
 from radixkv.identity.identity import CacheIdentity
 from radixkv.lease import Lease as Lease
 from radixkv.matching import NOTHING, Match
+from radixkv.nodes import Node
 from radixkv.pins import Pins
 from radixkv.public import PublicPrefix, PublicPrefixes, match_beyond
+from radixkv.residency import Residency
 from radixkv.shrinking import prune
 from radixkv.stats import CacheStats
 from radixkv.table import BlockTable
@@ -41,10 +48,12 @@ class PrefixCache:
         *,
         enabled: bool = True,
         force_miss: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``enabled=False`` shares nothing; ``force_miss=True`` keeps all in order but finds none.
 
-        The second is a control for measurements: every step is taken, no KV is reused.
+        The second is a control for measurements: every step is taken, no KV is reused. ``clock``
+        tells seconds and never falls: for pins, and for how long blocks live.
         """
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; wanted at least 1")
@@ -54,13 +63,23 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks)
         self.tree = RadixTree(self.pool, block_size)
         self.accounts = self.tree.accounts
-        self.pins = Pins(self)
+        self.pins = Pins(self, clock)
+        self.ghosts = Ghosts(self.tree.stride)
+        self.residency = Residency(num_blocks, self.tree.stride, clock)
         self._public = PublicPrefixes()
         self._live: set[Holder] = set()
         self._copies = PendingCopies()
         self._queries = self._queried = self._hit = self._partial = 0
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
+        self.tree.on_evict = self._evicting
+        self.tree.on_publish = self.residency.published
+        self.tree.on_release = self.residency.released
+
+    def _evicting(self, leaf: Node, keep: int) -> None:
+        """Note what is about to be evicted."""
+        self.ghosts.note(leaf, keep, self.tree.clock)
+        self.residency.evicting(leaf, keep)
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -90,6 +109,7 @@ class PrefixCache:
         if source is not None:
             ids.append(source)
         if node is not None:
+            self.residency.found(node, len(ids))
             self.tree.hold(node, len(ids))
         tenant = identity.namespace.tenant
         account = self.accounts.by_tenant.get(tenant) or self.accounts.of(tenant)
@@ -107,6 +127,17 @@ class PrefixCache:
         if type(tokens) is not bytes:
             tokens = encode(tokens)
         return self._match(identity, tokens, max_cached)[1]
+
+    def explain(
+        self,
+        identity: CacheIdentity,
+        tokens: bytes,
+        *,
+        max_cached: int | None = None,
+        context: int = 64,
+    ) -> Explanation:
+        """Say what ``acquire`` would find, and why not the rest; see ``radixkv.explain``."""
+        return explain(self, identity, tokens, max_cached=max_cached, context=context)
 
     def open(self, lease: Lease) -> BlockTable:
         """Return a sequence's table, which takes over what ``lease`` holds, and end the lease."""
@@ -235,16 +266,21 @@ class PrefixCache:
                 "when they have ended"
             )
         self.pins.drop_all()
+        roots = [root for account in self.accounts for root in account.roots]
+        self.ghosts.note_all(roots, self.tree.clock)
+        self.residency.forget()
         self._resets += 1
         return self.tree.clear()
 
     def clear_counters(self) -> None:
-        """Let the counters begin again from 0; what is resident stays."""
+        """Let the counters begin again from 0, and forget what went; what is resident stays."""
         tree = self.tree
         self._queries = self._queried = self._hit = self._partial = 0
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
         tree.num_published = tree.num_deduplicated = tree.num_evicted = 0
+        self.residency.clear()
+        self.ghosts.clear()
         for account in self.accounts:
             account.clear_counters()
 
@@ -283,4 +319,15 @@ class PrefixCache:
             "suffered": self.tree.num_evicted,
             "caused": self.tree.num_evicted,
         }
-        return audit.check(self.tree, self._live, counted)
+        return [*audit.check(self.tree, self._live, counted), *self.pins.check()]
+
+    def dump(
+        self,
+        tenants: Collection[str | None] | None = None,
+        *,
+        depth: int = 8,
+        limit: int = 1000,
+        token_ids: int = 0,
+    ) -> Dump:
+        """Return the tree of ``tenants``, or of all, for drawing; see ``radixkv.dump``."""
+        return dump(self, tenants, depth=depth, limit=limit, token_ids=token_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from radixkv.identity.identity import CacheIdentity
 from radixkv.identity.paths import PathHash, begin_path
@@ -26,10 +26,8 @@ class Stretch(NamedTuple):
     when: int
 
 
-class _Run(NamedTuple):
-    start: int  # bytes of the path before it
-    tokens: bytes
-    when: int
+_Run: TypeAlias = "tuple[int, bytes, int]"
+"""Bytes of the path before it, tokens, when it went. Plain, as there is one for each eviction."""
 
 
 class _Place(NamedTuple):
@@ -49,29 +47,36 @@ class _Account:
     def __init__(self) -> None:
         # By the digest of the path before it, and its first block (all of it, if it is a tail).
         self.runs: OrderedDict[tuple[int, bytes], _Run] = OrderedDict()
-        self.num_bytes = 0
+        self.num_bytes = 0  # of their tokens
         # (where a run starts, the bytes of its first block) -> how many do: where to look.
         self.places: dict[tuple[int, int], int] = {}
 
-    def put(self, digest: int, first: bytes, run: _Run) -> None:
+    def put(self, digest: int, first: bytes, run: _Run) -> _Run | None:
+        """Remember a run; return one that began alike, if it had to go for it."""
         key = (digest, first)
+        start, tokens, when = run
         old = self.runs.pop(key, None)
         if old is None:
-            place = (run.start, len(first))
+            place = (start, len(first))
             self.places[place] = self.places.get(place, 0) + 1
         else:
-            self.num_bytes -= len(old.tokens)
-            if len(old.tokens) > len(run.tokens) and old.tokens.startswith(run.tokens):
-                run = _Run(run.start, old.tokens, run.when)  # the rest went before, and still is
+            self.num_bytes -= len(old[1])
+            if old[1].startswith(tokens):  # what follows has not come back meanwhile
+                run, old = (start, old[1], when), None
+            elif tokens.startswith(old[1]):
+                old = None
         self.runs[key] = run
-        self.num_bytes += len(run.tokens)
+        self.num_bytes += len(run[1])
+        return old
 
     def drop_oldest(self) -> None:
-        (_, first), run = self.runs.popitem(last=False)
-        self.num_bytes -= len(run.tokens)
-        place = (run.start, len(first))
-        self.places[place] -= 1
-        if not self.places[place]:
+        (_, first), (start, tokens, _) = self.runs.popitem(last=False)
+        self.num_bytes -= len(tokens)
+        place = (start, len(first))
+        left = self.places[place] - 1
+        if left:
+            self.places[place] = left
+        else:
             del self.places[place]
 
 
@@ -100,8 +105,12 @@ class Ghosts:
         self._accounts: dict[str | None, _Account] = {}
         self._places: OrderedDict[Node, _Place] = OrderedDict()
         self._num_bytes = 0
-        # The leaf that was cut last, to which depth and when; and what was cut off, last first.
-        self._cut: tuple[Node, int, int] | None = None
+        # The leaf that was cut last, if it may be cut further: to which depth and when, where its
+        # edge begins, what that was and how much of it stayed; and what was cut off, last first.
+        self._leaf: Node | None = None
+        self._depth = self._when = self._kept = 0
+        self._place_before: _Place | None = None
+        self._key = b""
         self._pieces: list[bytes] = []
 
     @property
@@ -120,19 +129,23 @@ class Ghosts:
 
     def note(self, leaf: Node, keep: int, when: int) -> None:
         """Note that ``leaf`` is about to lose all its blocks but the first ``keep``."""
-        cut = self._cut
-        if cut is not None and (cut[0] is not leaf or cut[1] != leaf.start + len(leaf.blocks)):
+        key, start, parent = leaf.key, leaf.start, leaf.parent
+        last = self._leaf
+        if last is not None and (last is not leaf or self._depth != start + len(leaf.blocks)):
             self._settle()
+        place = self._places.get(parent)  # type: ignore[arg-type]
+        if place is None or place[0] is not parent.key:  # type: ignore[union-attr]
+            place = self._place(parent)  # type: ignore[arg-type]
         if keep:
-            # It is likely to be cut again at once: what it is the rest of is looked up then.
-            self._pieces.append(leaf.key[keep * self._stride :])
-            self._cut = (leaf, leaf.start + keep, when)
-            return
-        assert leaf.parent is not None
-        self._pieces.append(leaf.key)
-        self._cut = None
-        place = self._place(leaf.parent)
-        self._put(place.account, place.digest, leaf.start, when)
+            # It is likely to be cut again at once: the path to the cut is digested when it was not.
+            kept = keep * self._stride
+            self._pieces.append(key[kept:])
+            self._leaf, self._depth, self._when = leaf, start + keep, when
+            self._place_before, self._key, self._kept = place, key, kept
+        else:
+            self._pieces.append(key)
+            self._leaf = None
+            self._put(place, start, when)
 
     def note_all(self, roots: Iterable[Root], when: int) -> None:
         """Note that everything below ``roots`` is about to go; where it is too much, ends first."""
@@ -146,7 +159,7 @@ class Ghosts:
                 left = room.get(id(account), self._max_runs)
                 for child in list((node.children or {}).values())[:left]:
                     self._pieces.append(child.key)
-                    self._put(account, place.digest, child.start, when)
+                    self._put(place, child.start, when)
                     nodes.append(child)
                     left -= 1
                 room[id(account)] = left
@@ -154,7 +167,7 @@ class Ghosts:
 
     def clear(self) -> None:
         """Forget all that was evicted."""
-        self._cut = None
+        self._leaf = None
         self._pieces.clear()
         self._places.clear()
         self._accounts.clear()
@@ -170,27 +183,25 @@ class Ghosts:
 
     def _settle(self) -> None:
         """Put the run away that might have grown further."""
-        if self._cut is None:
+        if self._leaf is None:
             return
-        (leaf, depth, when), self._cut = self._cut, None
-        if not leaf.key:  # its rest is part of another node now, and we cannot tell which
-            self._pieces.clear()
-            return
-        node = leaf.at(depth)
-        assert node.parent is not None
-        place = self._place(node.parent)
-        path = place.path.copy()
-        path.update(node.key[: (depth - node.start) * self._stride])
-        self._put(place.account, path.intdigest(), depth, when)
+        self._leaf = None
+        before = self._place_before
+        assert before is not None
+        path = before.path.copy()
+        path.update(self._key[: self._kept])
+        self._put(_Place(b"", path, path.intdigest(), before.account), self._depth, self._when)
 
-    def _put(self, account: _Account, digest: int, depth: int, when: int) -> None:
-        """Remember the pieces as one run, and forget what is too much."""
-        pieces = self._pieces
+    def _put(self, place: _Place, depth: int, when: int) -> None:
+        """Remember the pieces as one run behind ``place``, and forget what is too much."""
+        pieces, account, stride = self._pieces, place.account, self._stride
         tokens = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
         pieces.clear()
         before = account.num_bytes
-        stride = self._stride
-        account.put(digest, tokens[:stride], _Run(depth * stride, tokens, when))
+        run = (depth * stride, tokens, when)
+        old = account.put(place.digest, tokens[:stride], run)
+        if old is not None:
+            self._part(place.path, account, old, run)
         while len(account.runs) > self._max_runs or account.num_bytes > self._max_bytes:
             account.drop_oldest()
         self._num_bytes += account.num_bytes - before
@@ -202,6 +213,18 @@ class Ghosts:
             before = account.num_bytes
             account.drop_oldest()
             self._num_bytes += account.num_bytes - before
+
+    def _part(self, path: PathHash, account: _Account, old: _Run, new: _Run) -> None:
+        """Remember of ``old`` what ``new`` does not begin with: they part behind a first block."""
+        stride, (start, tokens, when) = self._stride, old
+        shared = common_bytes(tokens, 0, len(tokens), new[1])
+        shared -= shared % stride
+        path = path.copy()
+        path.update(tokens[:shared])
+        rest = (start + shared, tokens[shared:], when)
+        other = account.put(path.intdigest(), rest[1][:stride], rest)
+        if other is not None:
+            self._part(path, account, other, rest)
 
     def _place(self, node: Node) -> _Place:
         """Return the end of ``node``'s edge. O(edges above whose places are not remembered)."""
@@ -260,8 +283,9 @@ class Ghosts:
             run = account.runs.get((digest, tokens[start : start + first]))
             if run is None:
                 continue
-            end = start + common_bytes(tokens, start, size, run.tokens)
+            shared = common_bytes(tokens, start, size, run[1])
+            end = start + shared - shared % TOKEN_BYTES
             if end > known:
-                found.append(Stretch(known // TOKEN_BYTES, end // TOKEN_BYTES, run.when))
+                found.append(Stretch(known // TOKEN_BYTES, end // TOKEN_BYTES, run[2]))
                 known = end
         return found

@@ -145,7 +145,8 @@ class Pins:
             lease = cache.acquire(held.identity, tokens, max_cached=size, batch=True)
         finally:
             self._granting = False
-        cache._count(lease._account, -1, lease._counted, lease.cached_tokens)
+        account = cache.accounts.of(held.identity.namespace.tenant)
+        cache._count(account, -1, lease._counted, lease.cached_tokens)
         return lease
 
     def _count(self, held: Held) -> None:

@@ -6,14 +6,11 @@ the same. It samples: it looks at one in so many, and its memory is bounded.
 
 from __future__ import annotations
 
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
-
-import numpy as np
 
 from radixkv.blocks import BlockIds
 from radixkv.nodes import UNUSED, Node
@@ -24,10 +21,10 @@ BOUNDS_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 8640
 QUANTILES = (0.5, 0.9, 0.99)
 SERIES = ("lifetime", "idle", "reuse_gap")
 
-_EVICTIONS = 4  # one run in so many is looked at
-_FINDS = 16  # one acquire in so many is looked at
-_TRACKED = 1024  # blocks whose birth is known
-_FEW = 64  # blocks up to which Python's steps cost less than numpy's call
+# One in so many is looked at; primes, lest they fall in with a rhythm of the requests.
+_RUNS = 11  # that are evicted
+_FINDS = 17  # of acquire
+_TRACKED = 1024  # blocks whose birth is known, at most
 _CHILDREN = 32  # of a node, that are asked when it was used last
 
 
@@ -58,12 +55,10 @@ class Residency:
         self.clock = clock
         self._stride = stride
         self._marks = Marks()
-        self._random = random.Random(num_blocks)
-        self._period = max(8, num_blocks // 512)  # of blocks that are published, one is tracked
+        self._period = max(16, num_blocks // 128) | 1  # of blocks that are published, one's birth
         self._until_birth = self._until_eviction = self._until_find = 1
         # Block -> when it was published, with which tokens: it may have come to hold others since.
         self._births: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
-        self._tracked = np.zeros(num_blocks, np.bool_)
         self.clear()
 
     def clear(self) -> None:
@@ -73,7 +68,6 @@ class Residency:
     def forget(self) -> None:
         """Note that all blocks have gone in a reset."""
         self._births.clear()
-        self._tracked[:] = False
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -87,44 +81,40 @@ class Residency:
         if self._until_birth > 0:
             return
         at = len(blocks) - 1 + self._until_birth
-        self._until_birth = self._random.randrange(1, 2 * self._period)
+        self._until_birth = self._period
         block = blocks[at]
         tokens = key[at * self._stride : (at + 1) * self._stride]
         self._births.pop(block, None)
         self._births[block] = (self.clock(), tokens)
-        self._tracked[block] = True
         if len(self._births) > _TRACKED:
-            gone, _ = self._births.popitem(last=False)
-            self._tracked[gone] = False
+            self._births.popitem(last=False)
 
     def evicting(self, leaf: Node, keep: int) -> None:
         """Note that ``leaf`` is about to lose all its blocks but the first ``keep``."""
         self._until_eviction -= 1
         if self._until_eviction:
             return
-        self._until_eviction = self._random.randrange(1, 2 * _EVICTIONS)
+        self._until_eviction = _RUNS
         now = self.clock()
         since = self._marks.when(count_of(leaf.used))
         if since is not None:
             self.idle.add(now - since, len(leaf.blocks) - keep)
         blocks = leaf.blocks[keep:] if keep else leaf.blocks
-        if len(blocks) > _FEW:
-            found = np.flatnonzero(self._tracked[np.frombuffer(blocks, np.int32)]).tolist()
-        else:
-            found = [i for i, block in enumerate(blocks) if block in self._births]
-        for i in found:
-            born, tokens = self._births.pop(blocks[i])
-            self._tracked[blocks[i]] = False
-            at = (keep + i) * self._stride
-            if leaf.key[at : at + self._stride] == tokens:
-                self.lifetime.add(now - born)
+        if self._births.keys().isdisjoint(blocks):
+            return
+        for i, block in enumerate(blocks):
+            if block in self._births:
+                born, tokens = self._births.pop(block)
+                at = (keep + i) * self._stride
+                if leaf.key[at : at + self._stride] == tokens:
+                    self.lifetime.add(now - born)
 
     def found(self, node: Node, depth: int) -> None:
         """Note that a path to ``depth``, on the edge of ``node``, is about to be held."""
         self._until_find -= 1
         if self._until_find:
             return
-        self._until_find = self._random.randrange(1, 2 * _FINDS)
+        self._until_find = _FINDS
         idle = self.idle_of(node, depth)
         if idle is not None:
             self.reuse_gap.add(idle)

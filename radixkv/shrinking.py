@@ -119,6 +119,8 @@ def disown(tree: RadixTree, node: Node, depth: int) -> Node | None:
     """
     node = node.at(depth)
     assert node.num_holding(depth) == 1 and node.end == depth and node.children is None
+    if tree.on_evict is not None:
+        tree.on_evict(node, len(node.blocks) - 1)
     tree.num_blocks -= 1
     tree.version += 1
     account = node.root.account

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from radixkv.accounts import Accounts
-from radixkv.blocks import BlockPool
+from radixkv.blocks import BlockIds, BlockPool
 from radixkv.errors import IdentityMismatch
 from radixkv.identity.identity import CacheIdentity
 from radixkv.matching import NOTHING, Match, match
@@ -47,6 +47,9 @@ class RadixTree:
         self.evictable = 0
         # Called with a leaf and how many of its blocks stay, just before the others are evicted.
         self.on_evict: Callable[[Node, int], None] | None = None
+        # Called with the tokens and the blocks that enter, and with the clock at each release.
+        self.on_publish: Callable[[bytes, BlockIds], None] | None = None
+        self.on_release: Callable[[int], None] | None = None
         # Held tails that were taken out since their holders looked last; None: nobody looks.
         self.orphans: list[Node] | None = None
         self.version = 0  # moves with every change of what a look-up may answer
@@ -124,6 +127,8 @@ class RadixTree:
         By ``batch`` work: then it is still older than all that interactive work has used.
         """
         self.clock += 1
+        if self.on_release is not None:
+            self.on_release(self.clock)
         now = self.clock + UNUSED if batch else self.clock
         while depth <= node.start:
             node = node.parent  # type: ignore[assignment]
