@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from radixkv.errors import InvalidConfig
 from radixkv.eviction import LruLeaves
 from radixkv.nodes import Root
 from radixkv.victims import Victims
+
+if TYPE_CHECKING:
+    from radixkv.public import PublicPrefix
+    from radixkv.tree import RadixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,20 @@ class AccountStats:
     """Blocks that were given up, whosever they were, because it needed the room."""
 
 
+class Terms:
+    """On whose account and how a sequence works: what leases and tables carry along."""
+
+    __slots__ = ("account", "batch", "border", "plain")
+
+    def __init__(
+        self, account: Account, batch: bool = False, border: PublicPrefix | None = None
+    ) -> None:
+        self.account = account
+        self.batch = batch
+        self.border = border
+        self.plain = not batch and border is None
+
+
 class Account:
     """One tenant's part of the tree; its roots point here. Plain numbers, kept by the tree."""
 
@@ -67,11 +86,13 @@ class Account:
         "roots",
         "suffered",
         "tenant",
+        "terms",
     )
 
     def __init__(self, tenant: str | None, index: int) -> None:
         self.tenant = tenant
         self.index = index
+        self.terms = Terms(self)  # of interactive work without a public prefix
         self.leaves = LruLeaves()
         self.roots: set[Root] = set()
         self.blocks = self.evictable = 0
@@ -116,12 +137,28 @@ class Accounts:
 
     ``protected`` is how many evictable blocks floors keep from everybody but their owners, so what
     one may have is O(1) to say.
+
+    While there is a single account without a share, nobody keeps its numbers: they are those of
+    the whole. ``tree.many`` says that this is over, and ``settle`` writes them down.
     """
 
-    __slots__ = ("by_tenant", "capacity", "protected", "victims")
+    __slots__ = (
+        "by_tenant",
+        "capacity",
+        "hit",
+        "protected",
+        "queried",
+        "queries",
+        "terms",
+        "tree",
+        "victims",
+    )
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, tree: RadixTree) -> None:
+        self.tree = tree
+        self.capacity = tree.pool.capacity
+        self.queries = self.queried = self.hit = 0  # of all, resumed sequences left out
+        self.terms: dict[str | None, Terms] = {}
         self.victims = Victims()
         self.protected = 0
         self.by_tenant: dict[str | None, Account] = {}
@@ -130,11 +167,31 @@ class Accounts:
         """Return the account of ``tenant``, opened if need be."""
         account = self.by_tenant.get(tenant)
         if account is None:
+            if self.by_tenant:
+                self._part()
             account = self.by_tenant[tenant] = Account(tenant, len(self.by_tenant))
+            self.terms[tenant] = account.terms
             self.victims.admit(account)
         return account
 
+    def settle(self) -> None:
+        """Bring the numbers of a single account up to date."""
+        tree = self.tree
+        if not tree.many:
+            for account in self.by_tenant.values():
+                account.blocks, account.evictable = tree.num_blocks, tree.evictable
+                account.published = tree.num_published
+                account.suffered = account.caused = tree.num_evicted
+                account.queries, account.queried = self.queries, self.queried
+                account.hit = self.hit
+
+    def _part(self) -> None:
+        """From now on keep the numbers of each account."""
+        self.settle()
+        self.tree.many = True
+
     def __iter__(self) -> Iterator[Account]:
+        self.settle()
         return iter(self.by_tenant.values())
 
     def __len__(self) -> int:
@@ -161,9 +218,23 @@ class Accounts:
                 f"exceed the {self.capacity} blocks of the cache"
             )
         account = self.of(tenant)
+        self._part()
         account.quota, account.floor = quota, floor
         account.bounded = quota is not None or floor > 0
         self.note(account)
+
+    def count_evictable(self, account: Account, n: int) -> None:
+        """Note that ``n`` more blocks of ``account`` are evictable, or -n fewer."""
+        account.evictable += n
+        if account.bounded:
+            self.note(account)
+
+    def count_blocks(self, account: Account, n: int, evictable: int = 0) -> None:
+        """Note that ``n`` more blocks of ``account`` are resident, and so many more evictable."""
+        account.blocks += n
+        account.evictable += evictable
+        if account.bounded:
+            self.note(account)
 
     def note(self, account: Account) -> None:
         """Take notice that the blocks of an account with a share have changed in number. O(1)."""
@@ -183,6 +254,12 @@ class Accounts:
         What lies beyond may be kept by others' floors for ever. O(accounts).
         """
         return self.capacity - sum(a.floor for a in self if a.tenant != tenant)
+
+    def clear_counters(self) -> None:
+        """Let all counters begin again from 0."""
+        self.queries = self.queried = self.hit = 0
+        for account in self:
+            account.clear_counters()
 
     def clear(self) -> None:
         """Note that the tree is empty; shares and counters stay."""

@@ -70,8 +70,9 @@ class BlockPool:
         if n > _FEW:
             self.counts[ids] = 1
         else:
+            count = self._count
             for block in ids:
-                self._count[block] = 1
+                count[block] = 1
         return ids
 
     def references(self, block: int) -> int:
@@ -97,13 +98,15 @@ class BlockPool:
         for block in ids:
             if not count[block]:
                 raise ValueError(f"gave back a free block: {block}")
-        free = self.free
+        stack = self._stack
+        before = len(stack)
         for block in reversed(ids):
-            count[block] -= 1
-            if not count[block]:
-                self._stack.append(block)
-                self.free += 1
-        return self.free - free
+            left = count[block] = count[block] - 1
+            if not left:
+                stack.append(block)
+        freed = len(stack) - before
+        self.free += freed
+        return freed
 
     def _drop_many(self, ids: BlockIds) -> int:
         which = np.array(ids)

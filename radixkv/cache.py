@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Collection
 
 from radixkv import audit
-from radixkv.accounts import Account, AccountStats
+from radixkv.accounts import Account, AccountStats, Terms
 from radixkv.blocks import NO_BLOCKS, BlockPool
 from radixkv.copies import PendingCopies
 from radixkv.dump import Dump, dump
@@ -69,7 +69,7 @@ class PrefixCache:
         self._public = PublicPrefixes()
         self._live: set[Holder] = set()
         self._copies = PendingCopies()
-        self._queries = self._queried = self._hit = self._partial = 0
+        self._partial = 0
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
         self.tree.on_evict = self._evicting
@@ -112,11 +112,13 @@ class PrefixCache:
             self.residency.found(node, len(ids))
             self.tree.hold(node, len(ids))
         tenant = identity.namespace.tenant
-        account = self.accounts.by_tenant.get(tenant) or self.accounts.of(tenant)
-        lease = Lease(self, identity, ids, node, len(ids), cached, account, batch, border)
+        terms = self.accounts.terms.get(tenant) or self.accounts.of(tenant).terms
+        if batch or border is not None:
+            terms = Terms(terms.account, batch, border)
+        lease = Lease(self, identity, ids, node, len(ids), cached, terms)
         lease._counted = counted = (len(tokens) // 4, num_valid, resumed)
-        self._count(account, 1, counted, cached)
-        if self.pins:
+        self._count(terms.account, 1, counted, cached)
+        if self.pins.identities:
             self.pins.note_use(identity, tokens, cached)
         return lease
 
@@ -155,13 +157,15 @@ class PrefixCache:
             self._resumed_queried += sign * num_tokens
             self._resumed_hit += sign * hit
         else:
-            self._queries += sign
-            self._queried += sign * num_tokens
-            self._hit += sign * hit
+            whole = self.accounts
+            whole.queries += sign
+            whole.queried += sign * num_tokens
+            whole.hit += sign * hit
             self._partial += sign * partial
-            account.queries += sign
-            account.queried += sign * num_tokens
-            account.hit += sign * hit
+            if self.tree.many:
+                account.queries += sign
+                account.queried += sign * num_tokens
+                account.hit += sign * hit
 
     def _match(
         self, identity: CacheIdentity, tokens: bytes, max_cached: int | None
@@ -226,7 +230,9 @@ class PrefixCache:
 
     def account(self, tenant: str | None) -> AccountStats:
         """Return what ``tenant`` has, has asked for and has lost. O(1)."""
-        return self.accounts.of(tenant).stats()
+        account = self.accounts.of(tenant)
+        self.accounts.settle()
+        return account.stats()
 
     @property
     def num_blocks(self) -> int:
@@ -275,22 +281,21 @@ class PrefixCache:
     def clear_counters(self) -> None:
         """Let the counters begin again from 0, and forget what went; what is resident stays."""
         tree = self.tree
-        self._queries = self._queried = self._hit = self._partial = 0
+        self._partial = 0
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
         tree.num_published = tree.num_deduplicated = tree.num_evicted = 0
         self.residency.clear()
         self.ghosts.clear()
-        for account in self.accounts:
-            account.clear_counters()
+        self.accounts.clear_counters()
 
     def stats(self) -> CacheStats:
         """Return counters and gauges as they are now. O(1)."""
         pool, tree = self.pool, self.tree
         return CacheStats(
-            queries=self._queries,
-            queried_tokens=self._queried,
-            hit_tokens=self._hit,
+            queries=self.accounts.queries,
+            queried_tokens=self.accounts.queried,
+            hit_tokens=self.accounts.hit,
             partial_hit_tokens=self._partial,
             resumed_queried_tokens=self._resumed_queried,
             resumed_hit_tokens=self._resumed_hit,
@@ -312,9 +317,9 @@ class PrefixCache:
     def check(self) -> list[str]:
         """Return each broken invariant in words. O(blocks): for tests and idle moments."""
         counted = {
-            "queries": self._queries,
-            "queried": self._queried,
-            "hit": self._hit,
+            "queries": self.accounts.queries,
+            "queried": self.accounts.queried,
+            "hit": self.accounts.hit,
             "published": self.tree.num_published,
             "suffered": self.tree.num_evicted,
             "caused": self.tree.num_evicted,

@@ -85,19 +85,17 @@ def extend(
     """
     node = root or (held.at(depth) if held is not None else None)
     assert node is not None
-    stride, account = tree.stride, node.root.account
-    if len(key) < stride:
-        tree.num_unfilled += (stride - len(key)) // TOKEN_BYTES
+    stride = tree.stride
     if depth - node.start < len(node.blocks):
         node = node.split(depth - node.start, stride)
         tree.num_nodes += 1
     elif node.children is not None:
         _supersede(tree, node, key)
     tree.num_blocks += len(blocks)
-    account.blocks += len(blocks)
-    account.published += len(blocks)
-    if account.bounded:
-        tree.accounts.note(account)
+    if tree.many:
+        account = node.root.account
+        account.published += len(blocks)
+        tree.accounts.count_blocks(account, len(blocks))
     tree.num_published += len(blocks)
     if tree.on_publish is not None:
         tree.on_publish(key, blocks)
@@ -111,11 +109,11 @@ def extend(
                 node.ends = {**(node.ends or {}), depth: others}
             if batch and node.used > 0:  # which is not so of what comes behind
                 node.outlast(depth)
-                account.leaves.discard(node)
+                node.root.account.leaves.discard(node)
             node.key += key
             node.blocks.extend(blocks)
             return node
-        account.leaves.discard(node)
+        node.root.account.leaves.discard(node)
     # The caller's hold on ``node`` becomes that of the locked child.
     if root is not None and root.border is not None:
         tree.step_in(root, held)
@@ -156,6 +154,7 @@ def add_tail(
             after = node.order.around(tail)[1] or b""
         if after.startswith(tail):
             return None
+    tree.num_unfilled += (tree.stride - len(tail)) // TOKEN_BYTES
     return extend(tree, held, depth, tail, array("i", [block]), root, batch)
 
 
@@ -180,7 +179,6 @@ def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
     tail.key = b""  # what is held of it lives on without the tree
     tree.num_nodes -= 1
     tree.num_blocks -= 1
-    account.blocks -= 1
     if tail.locks and node is node.root and node.root.border is not None:
         # What is held of it is not behind a mount any more, but behind what comes before that.
         before = tail.parent = tree.step_out(node.root)
@@ -188,7 +186,8 @@ def _supersede(tree: RadixTree, node: Node, key: bytes) -> None:
             tail.root = before.root
     if not tail.locks:
         tree.evictable -= 1
-        account.evictable -= 1
         tree.pool.drop(tail.blocks)
     elif tree.orphans is not None:
         tree.orphans.append(tail)
+    if tree.many:
+        tree.accounts.count_blocks(account, -1, 0 if tail.locks else -1)

@@ -18,9 +18,8 @@ from radixkv.shrinking import disown, prune
 if TYPE_CHECKING:
     from typing import Self
 
-    from radixkv.accounts import Account
+    from radixkv.accounts import Account, Terms
     from radixkv.cache import PrefixCache
-    from radixkv.public import PublicPrefix
 
 
 class Holder:
@@ -28,20 +27,18 @@ class Holder:
 
     Those are held through it: the hold is named by ``_node`` and ``_depth``, ``None`` and 0 while
     there are none, and may reach deeper than they do, never less deep. Counts as a user of its
-    cache from the beginning until ``released``. Works for one account; if it is ``batch`` work, its
-    use of a block makes it no younger than what interactive work has used. What lies behind the
-    public prefix ``_border`` is private; None if there is none, or it is not used as public.
+    cache from the beginning until ``released``. Its ``_terms``
+    say for whom it works. As batch work, its use of a block makes that no younger than what
+    interactive work has used; what lies behind the public prefix that it began with is private.
     """
 
     __slots__ = (
-        "_account",
-        "_border",
         "_cache",
         "_depth",
         "_ids",
         "_node",
         "_num_in",
-        "batch",
+        "_terms",
         "cached_tokens",
         "identity",
         "released",
@@ -55,14 +52,10 @@ class Holder:
         node: Node | None,
         depth: int,
         cached_tokens: int,
-        account: Account,
-        batch: bool,
-        border: PublicPrefix | None,
+        terms: Terms,
     ) -> None:
         self._cache = cache
-        self._border = border
-        self._account = account
-        self.batch = batch
+        self._terms = terms
         self._ids = ids
         self._node = node
         self._depth = self._num_in = depth
@@ -70,6 +63,16 @@ class Holder:
         self.cached_tokens = cached_tokens
         self.released = False
         cache._live.add(self)
+
+    @property
+    def batch(self) -> bool:
+        """Whether it is batch work, which nobody waits for."""
+        return self._terms.batch
+
+    @property
+    def _account(self) -> Account:
+        """On whose account it works."""
+        return self._terms.account
 
     @property
     def blocks(self) -> npt.NDArray[np.int32]:
@@ -83,9 +86,17 @@ class Holder:
         self.released = True
         self._cache._live.discard(self)
         if self._node is not None:
-            self._cache.tree.release(self._node, self._depth, self.batch)
+            if self._terms.plain:
+                self._cache.tree.release(self._node, self._depth)
+            else:
+                self._cache.tree.release_as(self._node, self._depth, self._terms)
         self._ids, self._node, self._depth, self._num_in = NO_BLOCKS, None, 0, 0
-        border = self._border
+        if not self._terms.plain:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Free what nobody finds any more, behind a prefix that was withdrawn."""
+        border = self._terms.border
         if border is not None and border.withdrawn and self.identity in border.mounts:
             prune(self._cache.tree, border.mounts[self.identity])
 
@@ -110,7 +121,10 @@ class Holder:
         assert self._node is not None
         tree, node, end = self._cache.tree, self._node, self._depth
         self._node, self._depth = tree.hold(node, depth) if depth else None, depth
-        tree.release(node, end, self.batch)
+        if self._terms.plain:
+            tree.release(node, end)
+        else:
+            tree.release_as(node, end, self._terms)
 
     def _is_in(self, at: int, size: int) -> bool:
         """Tell whether the first ``size`` bytes of block ``at`` can be found in the tree."""
@@ -141,8 +155,9 @@ class Holder:
         """Count the last block that we hold as evicted by us."""
         assert self._node is not None
         self._cache.tree.num_evicted += 1
-        self._node.at(self._depth).root.account.suffered += 1
-        self._account.caused += 1
+        if self._cache.tree.many:
+            self._node.at(self._depth).root.account.suffered += 1
+            self._account.caused += 1
 
     def _can_take_over(self, at: int) -> bool:
         """Tell whether block ``at`` is only ours and the tree's, so the tree could let it go."""

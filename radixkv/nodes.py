@@ -115,15 +115,12 @@ class Node:
         return self.locks - sum(n for end, n in self.ends.items() if end < depth)
 
     def touch(self, depth: int, now: int) -> None:
-        """Note that a path that ends here, at ``depth``, was in use until ``now``."""
-        steps = self.steps
-        if now <= (steps[-1][1] if steps else self.used):
-            self._touch_before(depth, now)
-            return
+        """Note that a path that ends here, at ``depth``, was in use until ``now``, the latest."""
         if depth == self.start + len(self.blocks):
             self.used = now
             self.steps = None
             return
+        steps = self.steps
         if steps is None:
             self.steps = [(depth, now)]
             return
@@ -131,8 +128,8 @@ class Node:
             steps.pop()
         steps.append((depth, now))
 
-    def _touch_before(self, depth: int, now: int) -> None:
-        """As ``touch``, where batch work lets go what interactive work used: no time may fall."""
+    def touch_by_any(self, depth: int, now: int) -> None:
+        """As ``touch``, where ``now`` need not be the latest: no time falls."""
         stairs = [(self.end, self.used), *(self.steps or [])]
         if any(end >= depth and used >= now for end, used in stairs):
             return

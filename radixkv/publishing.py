@@ -11,32 +11,42 @@ from typing import TYPE_CHECKING
 from radixkv.growing import add_tail, extend, follow
 from radixkv.nodes import Node, Root
 from radixkv.shrinking import drop_root
+from radixkv.tokens import encode
 
 if TYPE_CHECKING:
     from radixkv.public import PublicPrefix
     from radixkv.table import BlockTable
 
 
-def publish(table: BlockTable, tokens: bytes, *, tail: bool) -> None:
+def publish(table: BlockTable, tokens: bytes, tail: bool) -> None:
     """Put the blocks of ``table`` into the tree that are not there yet; see BlockTable.publish.
 
     Of a public prefix the last tokens are put in as well when the table ends with them: they are
     in a block that will be private, and others are to find them too.
     """
-    tree, border = table._cache.tree, table._border
-    num_whole, rest = divmod(table.num_tokens, tree.block_size)
+    cache, num_tokens, border = table._cache, table.num_tokens, table._terms.border
+    if table.released:
+        raise ValueError("this table was released")
+    if not cache.enabled:
+        return
+    if type(tokens) is not bytes:
+        tokens = encode(tokens)
+    if len(tokens) < 4 * num_tokens:
+        raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {num_tokens}")
+    num_whole, rest = divmod(num_tokens, cache.block_size)
     if border is not None:
         if border.withdrawn or not _keeps_to(border.tokens, tokens):
             return
-        tail = tail or table.num_tokens == border.num_tokens
+        tail = tail or num_tokens == border.num_tokens
     start = table.num_published
     if num_whole > start and (start >= table._num_in or table._take_back(start)):
         if border is None:
-            _put(table, tokens, num_whole, None if start else tree.root(table.identity))
+            root = None if start else cache.tree.root(table.identity)
+            _put(table, tokens, num_whole, root)
         else:
             _put_both(table, tokens, num_whole, border)
     if tail and rest and table.num_published == num_whole:
-        _put_tail(table, tokens[num_whole * tree.stride : 4 * table.num_tokens])
+        _put_tail(table, tokens[num_whole * cache.tree.stride : 4 * num_tokens])
 
 
 def _keeps_to(prefix: bytes, tokens: bytes) -> bool:
@@ -67,7 +77,13 @@ def _put(table: BlockTable, tokens: bytes, stop: int, root: Root | None) -> None
     if depth < stop:
         key = tokens[depth * tree.stride : stop * tree.stride]
         node = extend(
-            tree, node, depth, key, ids[depth:stop], root if depth == start else None, table.batch
+            tree,
+            node,
+            depth,
+            key,
+            ids[depth:stop],
+            root if depth == start else None,
+            table._terms.batch,
         )
     elif root is not None and root.children is None:
         drop_root(tree, root)  # made in vain
@@ -77,7 +93,7 @@ def _put(table: BlockTable, tokens: bytes, stop: int, root: Root | None) -> None
 
 
 def _put_tail(table: BlockTable, tail: bytes) -> None:
-    at, border = table.num_published, table._border
+    at, border = table.num_published, table._terms.border
     if table._sources or table._sources_in:
         return
     if at < table._num_in and (table._is_in(at, len(tail)) or not table._take_back(at)):
@@ -85,14 +101,14 @@ def _put_tail(table: BlockTable, tail: bytes) -> None:
     if table._forks is None or _ready(table, at, at + 1) > at:
         private = border is None or table.num_tokens > border.num_tokens
         root, block = _root(table, at, private), table._ids[at]
-        end = add_tail(table._cache.tree, table._node, at, tail, block, root, table.batch)
+        end = add_tail(table._cache.tree, table._node, at, tail, block, root, table._terms.batch)
         if end is not None:
             _sink(table, end, at + 1)
 
 
 def _root(table: BlockTable, at: int, private: bool) -> Root | None:
     """Return the root below which block ``at`` goes; None if we hold what is before it there."""
-    tree, border = table._cache.tree, table._border
+    tree, border = table._cache.tree, table._terms.border
     if border is None:
         return None if at else tree.root(table.identity)
     if private:

@@ -38,24 +38,23 @@ def evict(tree: RadixTree, n: int, taker: Account) -> int:
 
 def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
     """Append ``n`` evicted blocks; the tree's reference to each becomes the caller's."""
-    stride, victims, watch = tree.stride, tree.accounts.victims, tree.on_evict
+    stride, many, watch = tree.stride, tree.many, tree.on_evict
+    victims, peek = tree.accounts.victims, taker.leaves.peek
     tree.num_blocks -= n
     tree.evictable -= n
     tree.num_evicted += n
     tree.version += 1
-    taker.caused += n
+    if many:
+        taker.caused += n
     while n:
-        if victims.only is None:
+        if many:
             account, node, most = victims.next(taker)
-            if most > n:
-                most = n
+            blocks = node.blocks
+            keep = len(blocks) - min(most, n)
         else:
-            account, most = taker, n
-            leaf = taker.leaves.peek()
-            assert leaf is not None
-            node = leaf
-        blocks = node.blocks
-        keep = len(blocks) - most
+            node = peek()  # type: ignore[assignment]
+            blocks = node.blocks
+            keep = len(blocks) - n
         if keep < 0:
             keep = 0
         # What was used later, or is held, begins the edge.
@@ -67,19 +66,17 @@ def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
                 keep = held
         if watch is not None:
             watch(node, keep)
-        gone = len(blocks) - keep
-        n -= gone
-        account.blocks -= gone
-        account.evictable -= gone
-        account.suffered += gone
+        if many:
+            gone = len(blocks) - keep
+            account.suffered += gone
+            tree.accounts.count_blocks(account, -gone, -gone)
+        n -= len(blocks) - keep
         if keep:
             out += blocks[keep:]
             node.shorten(keep, stride)
         else:
             out += blocks
             _remove(tree, node)
-        if account.bounded:
-            tree.accounts.note(account)
 
 
 def _remove(tree: RadixTree, leaf: Node) -> None:
@@ -123,10 +120,8 @@ def disown(tree: RadixTree, node: Node, depth: int) -> Node | None:
         tree.on_evict(node, len(node.blocks) - 1)
     tree.num_blocks -= 1
     tree.version += 1
-    account = node.root.account
-    account.blocks -= 1
-    if account.bounded:
-        tree.accounts.note(account)
+    if tree.many:
+        tree.accounts.count_blocks(node.root.account, -1)
     if len(node.blocks) > 1:
         node.shorten(len(node.blocks) - 1, tree.stride)
         return node
@@ -153,14 +148,12 @@ def prune(tree: RadixTree, root: Root) -> int:
             continue
         tree.num_blocks -= len(gone)
         tree.evictable -= len(gone)
-        account.blocks -= len(gone)
-        account.evictable -= len(gone)
+        if tree.many:
+            tree.accounts.count_blocks(account, -len(gone), -len(gone))
         tree.pool.drop(gone)
         if held:
             node.shorten(held, tree.stride)
         else:
             _remove(tree, node)
     tree.version += 1
-    if account.bounded:
-        tree.accounts.note(account)
     return tree.pool.free - num_free

@@ -14,7 +14,6 @@ from radixkv.holder import Holder
 from radixkv.nodes import Node
 from radixkv.publishing import publish
 from radixkv.shrinking import evict, take
-from radixkv.tokens import encode
 
 _RELEASED = "this table was released"
 
@@ -53,9 +52,7 @@ class BlockTable(Holder):
             node,
             depth,
             origin.cached_tokens,
-            origin._account,
-            origin.batch,
-            origin._border,
+            origin._terms,
         )
         self.num_tokens = num_tokens
         self.num_published = num_tokens // origin._cache.block_size
@@ -78,7 +75,7 @@ class BlockTable(Holder):
         A step that ends there lets others share all of the prefix; one that does not, what of it
         fills blocks.
         """
-        border, size = self._border, self._cache.block_size
+        border, size = self._terms.border, self._cache.block_size
         if border is None or border.withdrawn or not border.num_tokens % size:
             return None
         left = border.num_tokens - self.num_tokens
@@ -135,7 +132,7 @@ class BlockTable(Holder):
             self._take_over(at)
         if not new + copies:
             return []
-        taken = take(tree, new + copies, self._account)
+        taken = take(tree, new + copies, self._terms.account)
         if not copies:
             ids += taken
             return []
@@ -228,16 +225,7 @@ class BlockTable(Holder):
         until it has let go. Nothing is shared any more of what began with a public prefix, once
         that is withdrawn or its tokens are others. O(what is new).
         """
-        if self.released:
-            raise ValueError(_RELEASED)
-        cache = self._cache
-        if not cache.enabled:
-            return
-        if type(tokens) is not bytes:
-            tokens = encode(tokens)
-        if len(tokens) < 4 * self.num_tokens:
-            raise ValueError(f"{len(tokens) // 4} tokens given; KV exists for {self.num_tokens}")
-        publish(self, tokens, tail=tail)
+        publish(self, tokens, tail)
 
     # -- whose blocks they are ---------------------------------------------------------------------
 

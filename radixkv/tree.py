@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from radixkv.accounts import Accounts
+from radixkv.accounts import Accounts, Terms
 from radixkv.blocks import BlockIds, BlockPool
 from radixkv.errors import IdentityMismatch
 from radixkv.identity.identity import CacheIdentity
@@ -38,7 +38,7 @@ class RadixTree:
         self.block_size = block_size
         self.stride = block_size * TOKEN_BYTES  # bytes of a whole block's tokens
         self.roots: dict[CacheIdentity, Root] = {}
-        self.accounts = Accounts(pool.capacity)
+        self.many = False  # there are several accounts, or one with a share: keep their numbers
         self.clock = 1
         self.num_blocks = 0
         self.num_mounts = 0
@@ -54,6 +54,7 @@ class RadixTree:
         self.orphans: list[Node] | None = None
         self.version = 0  # moves with every change of what a look-up may answer
         self.num_published = self.num_deduplicated = self.num_evicted = 0  # blocks, ever
+        self.accounts = Accounts(self)
 
     def match(self, identity: CacheIdentity, tokens: bytes, limit: int) -> Match:
         """Return what is resident of ``tokens[:limit]`` (bytes); NOTHING if nothing can be."""
@@ -115,49 +116,61 @@ class RadixTree:
             node.locks += 1
         if taken:
             self.evictable -= taken
-            account = node.root.account
-            account.evictable -= taken
-            if account.bounded:
-                self.accounts.note(account)
+            if self.many:
+                self.accounts.count_evictable(node.root.account, -taken)
         return end
 
-    def release(self, node: Node, depth: int, batch: bool = False) -> None:
-        """Let go the path that ends at ``depth``, and note that it was in use until now.
+    def release(self, node: Node, depth: int) -> None:
+        """Let go the path that ends at ``depth``, and note that it was in use until now."""
+        self.clock += 1
+        if self.on_release is not None:
+            self.on_release(self.clock)
+        while depth <= node.start:
+            node = node.parent  # type: ignore[assignment]
+        if node.key and depth == node.start + len(node.blocks):
+            node.used, node.steps = self.clock, None
+        elif node.key:
+            node.touch(depth, self.clock)
+        elif node.start:  # a tail that was superseded: it is not there to tell
+            node.above().touch(node.start, self.clock)
+        self.let_go(node, depth)
 
-        By ``batch`` work: then it is still older than all that interactive work has used.
+    def release_as(self, node: Node, depth: int, terms: Terms) -> None:
+        """As ``release``, of batch work or of what may lie behind a public prefix.
+
+        What batch work had is still older than all that interactive work has used. What comes
+        before a mount was used later than what is behind it, so that it goes after that.
         """
         self.clock += 1
         if self.on_release is not None:
             self.on_release(self.clock)
-        now = self.clock + UNUSED if batch else self.clock
-        while depth <= node.start:
-            node = node.parent  # type: ignore[assignment]
-        if node.key and not batch and depth == node.start + len(node.blocks):
-            node.used, node.steps = now, None
-        elif node.key:
-            node.touch(depth, now)
-        elif node.start:  # a tail that was superseded: it is not there to tell
-            node.above().touch(node.start, now)
+        now = self.clock + UNUSED if terms.batch else self.clock
+        node = node.at(depth)
+        if node.key:
+            node.touch_by_any(depth, now)
+        elif node.start:
+            node.above().touch_by_any(node.start, now)
         root = node.root
-        if root.start:  # later than what goes on from it, so that it goes after that
+        if root.start:
             assert root.parent is not None
             self.clock += 1
-            root.parent.at(root.start).touch(root.start, now + 1)
+            root.parent.at(root.start).touch_by_any(root.start, now + 1)
         self.let_go(node, depth)
 
     def let_go(self, node: Node, depth: int) -> None:
         """Take back a hold that ends at ``depth`` on the edge of ``node``."""
-        last, freed = node, 0
+        last = node
         while node.key:
             if node.ends is not None:
-                freed += self._let_go_inside(node, depth)
-                if node.locks:
+                if self._let_go_inside(node, depth):
                     break
             else:
                 node.locks -= 1
                 if node.locks:
                     break
-                freed += len(node.blocks)
+                self.evictable += len(node.blocks)
+                if self.many:
+                    self.accounts.count_evictable(node.root.account, len(node.blocks))
                 if node.children is None and not node.entry:
                     node.root.account.leaves.add(node)
             depth = node.start
@@ -167,21 +180,12 @@ class RadixTree:
                 self._let_go_superseded(node)
             elif node.root.border is not None:
                 self._unlock(node.root)
-        if freed:
-            self.evictable += freed
-            account = node.root.account
-            account.evictable += freed
-            if account.bounded:
-                self.accounts.note(account)
         # Two nodes are kept apart for a hold that ends between them, or for a sibling.
         if last.children is not None and len(last.children) == 1 and last.blocks:
             self.num_nodes -= last.join(self.stride)
 
-    def _let_go_inside(self, node: Node, depth: int) -> int:
-        """Do so on an edge that is held to more than one depth; return how many blocks that frees.
-
-        They are the last ones of the edge.
-        """
+    def _let_go_inside(self, node: Node, depth: int) -> bool:
+        """Do so on an edge that is held to more than one depth; tell whether it is locked yet."""
         if node.locks == 1:
             node.locks, node.ends = 0, None
             held, left = depth - node.start, 0
@@ -196,7 +200,10 @@ class RadixTree:
             left = node.num_held()
         if left < len(node.blocks) and node.children is None and not node.entry:
             node.root.account.leaves.add(node)
-        return held - left
+        self.evictable += held - left
+        if self.many:
+            self.accounts.count_evictable(node.root.account, held - left)
+        return node.locks > 0
 
     def _let_go_superseded(self, tail: Node) -> None:
         """Free a tail that was taken out while held, when the last hold goes, and what it held."""

@@ -96,6 +96,8 @@ class Victims:
 
     def next(self, taker: Account) -> tuple[Account, Node, int]:
         """Return who is next, his leaf, and how many blocks he may give before we ask again."""
+        if self.only is not None:
+            return self.only, self.only.leaves.oldest(), self.only.evictable
         if self._over:
             account, most = self._most_over()
             if account is not None:
