@@ -199,7 +199,7 @@ def test_an_explanation_is_the_same_whether_or_not_another_has_sent_the_prompt(
         running.abort()
 
 
-SECRET = "the launch code is xyzzy-plugh-7141"
+SECRET = "the launch code is xyzzy-plugh-quux"
 GUESS = "the launch code is "
 
 
@@ -208,7 +208,7 @@ def test_no_route_shows_anything_of_another_tenant(attack: Attack) -> None:
     server = attack.server
     messages = [{"role": "user", "content": SECRET}]
     guess = [{"role": "user", "content": GUESS}]
-    ids = server.engine.tokenize("xyzzy-plugh-7141")
+    ids = server.engine.tokenize("xyzzy-plugh-quux")
     for chat in ("/v1/chat/completions", "/v1/messages"):
         said = {"model": "tiny", "messages": messages, "max_tokens": 4, "user": "victim-user",
                 "prompt_cache_key": "victim-label", "cache_salt": "victim-salt"}  # fmt: skip
@@ -217,7 +217,7 @@ def test_no_route_shows_anything_of_another_tenant(attack: Attack) -> None:
     server.wait_until(attack.idle)
 
     def expect_nothing(text: str, where: str) -> None:
-        for word in ("xyzzy", "plugh", "7141", "victim"):
+        for word in ("xyzzy", "plugh", "quux", "victim"):
             assert word not in text, where
         for spelt in (str(ids)[1:-1], ",".join(map(str, ids)), json.dumps(ids)[1:-1]):
             assert spelt not in text, where
