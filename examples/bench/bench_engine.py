@@ -42,6 +42,7 @@ QUICK_ROWS = {"radixkv": ("a", "bc", "d", "w", "s"), "peers": ("a", "bc", "w")}
 # What no peer's design can answer in minutes: left out rather than waited for.
 HOPELESS = {
     ("llamacpp", "f"): "no sharing",
+    ("openvino", "f"): "no sharing",
     ("transformers", "f"): "no sharing",
     ("transformers", "t"): "kept by hand",
 }
