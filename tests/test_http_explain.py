@@ -76,18 +76,19 @@ def test_it_says_what_the_same_chat_gets_next(server: RunningServer) -> None:
 
 
 def test_prompts_and_ids_are_explained_like_chats(server: RunningServer) -> None:
-    ids = server.ask("POST", "/tokenize", {"prompt": FILLER})[2]["tokens"]
-    first = explain(server, prompt=FILLER)
+    text = f"another of this test alone. {FILLER}"
+    ids = server.ask("POST", "/tokenize", {"prompt": text})[2]["tokens"]
+    first = explain(server, prompt=text)
     assert first["resident_tokens"] == 0 and first["reasons"] == {"first_seen": len(ids)}
-    server.ask("POST", "/v1/completions", {"prompt": FILLER, "max_tokens": 2})
-    for body in ({"prompt": FILLER}, {"prompt": ids}, {"tokens": ids}, {"prompt": [FILLER]}):
+    server.ask("POST", "/v1/completions", {"prompt": text, "max_tokens": 2})
+    for body in ({"prompt": text}, {"prompt": ids}, {"tokens": ids}, {"prompt": [text]}):
         told = explain(server, **body)
         assert told["resident_tokens"] == len(ids) - 1
         assert told["reasons"] == {"last_token": 1}
         assert told["divergence"] is None and told["hints"] == []
-    scored = explain(server, prompt=FILLER, echo=True, logprobs=1)
+    scored = explain(server, prompt=text, echo=True, logprobs=1)
     assert scored["reasons"] == {"disabled": len(ids)}
-    assert explain(server, prompt=FILLER, cache_salt="s")["reasons"].get("namespace", 0) > 16
+    assert explain(server, prompt=text, cache_salt="s")["reasons"].get("namespace", 0) > 16
 
 
 def test_the_place_of_a_divergence_is_named_with_both_texts(server: RunningServer) -> None:
@@ -236,7 +237,8 @@ def test_an_answer_carries_the_record_of_its_own_admission(server: RunningServer
 
 
 def test_a_completion_carries_it_too_but_for_one_prompt_only(server: RunningServer) -> None:
-    body = {"prompt": FILLER, "max_tokens": 2, "radixkv": {"explain": True}}
+    text = f"a prompt of this test alone. {FILLER}"
+    body = {"prompt": text, "max_tokens": 2, "radixkv": {"explain": True}}
     reply = server.ask("POST", "/v1/completions", body)[2]
     assert reply["radixkv"]["explain"]["reasons"] == {"first_seen": reply["usage"]["prompt_tokens"]}
     events = server.events("/v1/completions", body)

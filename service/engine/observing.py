@@ -94,9 +94,7 @@ class Observer:
         self._state = state
 
     def _look_at_residency(self, cache: PrefixCache) -> None:
-        residency = getattr(cache, "residency", None)
-        if residency is None:
-            return
+        residency = cache.residency
         counts = (residency.lifetime.count, residency.idle.count, residency.reuse_gap.count)
         if self.residency and counts == tuple(h.count for h in self.residency.values()):
             return  # few look-ups and evictions are sampled, and to sum them up takes a while
