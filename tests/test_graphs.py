@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -57,7 +58,8 @@ def test_ragged_batches_that_come_and_go_decode_to_the_same_ids(loaded: LoadedMo
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_quantised_pools_are_replayed_too(generic: LoadedModel, kv_dtype: torch.dtype) -> None:
     want = greedy(build_runner(generic, backend="torch", kv_dtype=kv_dtype), ragged())
-    options = {"backend": "torch", "kv_dtype": kv_dtype, "graphs": ReplayedEagerly()}
+    options: dict[str, Any] = {"backend": "torch", "kv_dtype": kv_dtype}
+    options["graphs"] = ReplayedEagerly()
     assert greedy(build_runner(generic, **options), ragged()) == want
 
 
@@ -111,7 +113,9 @@ def test_logits_are_the_callers_own_and_in_the_wanted_order(generic: LoadedModel
     assert torch.equal(whole, kept)
 
 
-def test_prefill_mixed_and_larger_steps_are_left_to_kernel_by_kernel(generic: LoadedModel) -> None:
+def test_prefill_mixed_adapted_and_larger_steps_are_left_to_kernel_by_kernel(
+    generic: LoadedModel,
+) -> None:
     runner = build_runner(generic, backend="torch", graphs=ReplayedEagerly(), max_num_seqs=4)
     assert runner.graphs is not None
     for batch in (step_of(runner, 5), step_of(runner, 4)):
@@ -120,6 +124,9 @@ def test_prefill_mixed_and_larger_steps_are_left_to_kernel_by_kernel(generic: Lo
             batch.token_ids = np.append(batch.token_ids, 9)
         assert runner.graphs.forward(batch) is None
         assert batch.kv_lens.min() > POISON  # untouched
+    adapted = step_of(runner, 2)
+    adapted.adapters = (None, cast(Any, object()))
+    assert runner.graphs.forward(adapted) is None
     assert graphs_of(runner) == (0, 0)
 
 
@@ -187,7 +194,7 @@ def test_an_engine_over_recorded_steps_answers_as_without(
         ]
         return [[list(c.token_ids) for c in stream.result().choices] for stream in asked]
 
-    settings = {"kv_memory": "2MiB", "max_num_seqs": 6, "block_size": BLOCK}
+    settings: dict[str, Any] = {"kv_memory": "2MiB", "max_num_seqs": 6, "block_size": BLOCK}
     with Engine(generic, **settings) as engine:
         want = answers(engine)
     device = ReplayedEagerly()
@@ -197,3 +204,20 @@ def test_an_engine_over_recorded_steps_answers_as_without(
         assert answers(engine) == want  # over the cache
         assert engine.check() == []
     assert device.num_recorded >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_a_gpu_replays_to_the_ids_of_eager_steps(arch: str, kv_dtype: torch.dtype | None) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model, tokenizer = build(arch)
+    loaded = LoadedModel.from_model(model.to("cuda"), tokenizer, name=arch)
+    want = greedy(build_runner(loaded, kv_dtype=kv_dtype), ragged())
+    device = cuda_graphs(loaded.device, "auto")
+    assert device is not None
+    runner = build_runner(loaded, kv_dtype=kv_dtype, graphs=device, max_num_seqs=8)
+    assert greedy(runner, ragged()) == want
+    assert runner.graphs is not None and runner.graphs.off is None
+    assert runner.graphs.num_replays > 20

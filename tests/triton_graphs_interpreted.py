@@ -76,13 +76,12 @@ class SameLaunches(ReplayedEagerly):
         return result, again
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_a_model_decodes_to_the_same_ids_from_lists_in_static_buffers(
-    arch: str, launches: list[Any]
+    launches: list[Any],
 ) -> None:
     """Windows whose first split moves, rows that nobody has, batch sizes that change."""
-    model, tokenizer = build(arch)
-    loaded = LoadedModel.from_model(model, tokenizer, name=arch, decoder="generic")
+    model, tokenizer = build("gemma3")  # layers with a window and without
+    loaded = LoadedModel.from_model(model, tokenizer, name="tiny", decoder="generic")
     asked = ragged(shapes=FEW)
     want = greedy(build_runner(loaded, backend="torch"), asked)
     device = SameLaunches(launches)

@@ -9,7 +9,7 @@ memory. So a step's numbers are copied into buffers that stay where they are (``
 and its rows are padded to one of a few batch sizes:
 
     steps of single tokens, at most max_num_seqs    1, 2, 4, 8, ... max_num_seqs rows
-    prefill, mixed steps, longer ones               as they are, kernel by kernel
+    prefill, mixed steps, longer ones, adapters     as they are, kernel by kernel
 
 Recorded when a size is first needed. A recording that fails turns graphs off, and says so once.
 """
@@ -132,6 +132,8 @@ class DecodeGraphs:
         n = batch.num_seqs
         if self.off is not None or not 0 < n == batch.num_tokens <= self._buckets[-1]:
             return None
+        if any(adapter is not None for adapter in batch.adapters):
+            return None  # whose weights come and go, and differ from row to row
         rows = next(size for size in self._buckets if size >= n)
         plan = padded_plan(batch.kv_lens, batch.block_tables, rows, self._scratch, self._block_size)
         if plan.host_block_tables.shape[1] > self._tables.shape[1]:
