@@ -173,3 +173,18 @@ def test_an_admin_sees_every_tenant(shared: tuple[RunningServer, Keys]) -> None:
 def test_a_bad_query_is_a_400_that_names_it(server: RunningServer, query: str, param: str) -> None:
     status, _, reply = server.ask("GET", f"/v1/cache/stats{query}")
     assert status == 400 and reply["error"]["param"] == param
+
+
+def test_every_queried_token_is_hit_or_missed_for_a_reason(server: RunningServer) -> None:
+    """METRICS-4: what was not found says why, and the account adds up."""
+    prompt = "hello, why is it that the assistant is in the system? " * 4
+    for text in (prompt, prompt, prompt + "and more", "something else"):
+        server.ask("POST", "/v1/completions", {"prompt": text, "max_tokens": 1})
+    window = server.ask("GET", "/v1/cache/stats?window=5m&by=tenant")[2]["window"]
+    for row in window["rows"]:
+        missed = row["missed"]
+        assert sum(missed.values()) == row["tokens"]["queried"] - row["tokens"]["hit"]["device"]
+    reasons = set().union(*(row["missed"] for row in window["rows"]))
+    assert {"first_seen", "last_token"} <= reasons or "diverged" in reasons
+    by_key = server.ask("GET", "/v1/cache/stats?window=5m&by=prompt_cache_key")[2]["window"]
+    assert all(row["missed"] is None for row in by_key["rows"])

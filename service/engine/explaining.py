@@ -82,15 +82,22 @@ def explain(
 
 
 def explain_admission(
-    scheduler: Scheduler, sequence: requests.Sequence, found_tokens: int
+    scheduler: Scheduler,
+    sequence: requests.Sequence,
+    found_tokens: int,
+    *,
+    context: int = SIBLING_TOKENS,
 ) -> Explained:
-    """Account for what ``sequence`` was given a moment ago, before anything else has changed."""
+    """Account for what ``sequence`` was given a moment ago, before anything else has changed.
+
+    ``context``: tokens to tell of what is resident instead.
+    """
     request = sequence.request
     tokens = bytes(sequence.tokens)
     num_tokens = sequence.num_tokens
     if not request.may_read_cache:
         return _nothing(request.identity, num_tokens, {DISABLED: num_tokens})
-    found = scheduler.cache.explain(request.identity, tokens, context=SIBLING_TOKENS)
+    found = scheduler.cache.explain(request.identity, tokens, context=context)
     reasons, resident = dict(found.reasons), found.resident_tokens
     if found_tokens < resident:
         reasons[NO_ROOM] = reasons.get(NO_ROOM, 0) + resident - found_tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
@@ -30,8 +30,26 @@ COUNTS: Final = (
 """What is counted, each under every key. ``queried_tokens`` is the denominator of the hit rate."""
 
 BLOCK_COUNTS: Final = ("evicted_suffered_blocks", "evicted_caused_blocks")
-"""What is known by tenant only."""
-_ALL: Final = (*COUNTS, *BLOCK_COUNTS)
+"""What is known by tenant only, as are REASONS."""
+REASONS: Final = (
+    "first_seen",
+    "diverged",
+    "evicted",
+    "expired",
+    "adapter",
+    "template",
+    "tokenizer",
+    "execution",
+    "model",
+    "namespace",
+    "in_flight",
+    "below_block",
+    "last_token",
+    "no_room",
+    "disabled",
+)
+"""Why tokens were queried and not hit; counted by tenant."""
+_ALL: Final = (*COUNTS, *BLOCK_COUNTS, *REASONS)
 
 SECOND_SLOTS: Final = 300
 MINUTE_SLOTS: Final = 360
@@ -171,7 +189,7 @@ class Row:
     tenant: str | Other
     key: CacheIdentity | str | Other | None
     counts: dict[str, int]
-    """By the names of COUNTS, and of BLOCK_COUNTS where the row is a tenant's."""
+    """By the names of COUNTS, and of BLOCK_COUNTS and REASONS where the row is a tenant's."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -229,6 +247,15 @@ class History:
             for slot in (total.seconds.at(now_s), total.minutes.at(now_s)):
                 slot[_INDEX["evicted_suffered_blocks"]] += suffered
                 slot[_INDEX["evicted_caused_blocks"]] += caused
+
+    def add_missed(self, tenant: str, reasons: Mapping[str, int]) -> None:
+        """Count tokens of a prompt that were not found, by reason (of REASONS). O(reasons)."""
+        added = [(_INDEX[reason], n) for reason, n in reasons.items()]
+        with self._lock:
+            now_s, total = self._clock(), self._of(tenant).total
+            for slot in (total.seconds.at(now_s), total.minutes.at(now_s)):
+                for i, n in added:
+                    slot[i] += n
 
     def read(
         self, window_s: float, by: By = "tenant", tenants: Collection[str] | None = None

@@ -60,6 +60,10 @@ class Observer:
         )
         self.events.tell("hit", origin.tenant, tokens=found_tokens, queried_tokens=queried)
 
+    def missed(self, request: Request, reasons: Mapping[str, int]) -> None:
+        """``request`` starts for the first time; so much of its prompt was not found, and why."""
+        self.history.add_missed(request.origin.tenant, reasons)
+
     def found_later(self, request: Request, tokens: int) -> None:
         """``request`` came back and found prompt tokens that others have computed meanwhile."""
         if tokens:

@@ -32,7 +32,7 @@ from radixkv.service.engine.admission import (
     projected_growth,
 )
 from radixkv.service.engine.counters import Counters
-from radixkv.service.engine.explaining import explain_admission
+from radixkv.service.engine.explaining import SIBLING_TOKENS, explain_admission
 from radixkv.service.engine.fairness import MAX_PASSES, Account, Fairness, TenantShare
 from radixkv.service.engine.lookups import Lookup, Stopped, keep
 from radixkv.service.engine.request import Request, Sequence
@@ -294,13 +294,18 @@ class Scheduler:
         while at and self.running[at - 1].order > seq.order:
             at -= 1
         self.running.insert(at, seq)
+        first = seq.request.cached_tokens is None
         self._counters.note_start(seq)
         if seq.saved is not None and self._swapper is not None:
             with contextlib.suppress(OutOfBlocks):  # then later, when others have yielded theirs
                 self._swapper.restore(seq)
         stream = seq.request.stream
-        if stream.explain and stream.explained is None:
-            stream.explained = explain_admission(self, seq, table.cached_tokens)
+        if first:
+            wanted = SIBLING_TOKENS if stream.explain else 0
+            explained = explain_admission(self, seq, table.cached_tokens, context=wanted)
+            self._counters.observer.missed(seq.request, explained.reasons)
+            if stream.explain:
+                stream.explained = explained
 
     def _stop(self, seq: Sequence) -> None:
         """Let the blocks of ``seq`` go; it runs no more."""

@@ -14,7 +14,7 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from radixkv.identity.identity import CacheIdentity
-from radixkv.service.engine.history import MAX_WINDOW_S, By, Row, Window
+from radixkv.service.engine.history import MAX_WINDOW_S, REASONS, By, Row, Window
 from radixkv.service.http.auth import Caller, caller_of
 from radixkv.service.http.queries import check_names, choice, seconds
 from radixkv.service.http.serving import SERVING
@@ -102,8 +102,9 @@ class Evictions(TypedDict):
 class WindowRow(TypedDict):
     """The counts of one key. `other`: of all the keys for which there was no room.
 
-    `hit_rate` is hit by queried tokens, null if none were queried. `evictions` are known by tenant
-    only.
+    `hit_rate` is hit by queried tokens, null if none were queried. `evictions` and `missed` are
+    known by tenant only. `missed`: queried tokens that were not hit, by reason, those without
+    tokens left out.
     """
 
     tenant: str | None
@@ -115,6 +116,7 @@ class WindowRow(TypedDict):
     hit_rate: float | None
     preemptions: int
     evictions: Evictions | None
+    missed: dict[str, int] | None
 
 
 class WindowReply(TypedDict):
@@ -397,4 +399,5 @@ def _row(row: Row, by: By) -> WindowRow:
         "hit_rate": None if rate is None else round(rate, 6),
         "preemptions": counts["preemptions"],
         "evictions": evictions,
+        "missed": {reason: n for reason in REASONS if (n := counts[reason])} if evictions else None,
     }
