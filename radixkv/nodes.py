@@ -135,8 +135,9 @@ class Node:
             return
         deeper = [stair for stair in stairs if stair[0] > depth]
         later = [stair for stair in stairs if stair[0] < depth and stair[1] > now]
-        (_, self.used), *steps = [*deeper, (depth, now), *later]
-        self.steps = steps or None
+        stairs = [*deeper, (depth, now), *later]
+        self.used = stairs[0][1]
+        self.steps = stairs[1:] or None
 
     def outlast(self, depth: int) -> None:
         """Keep apart, before our end moves on from ``depth``, what is known of the end as it is."""
