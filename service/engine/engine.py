@@ -44,6 +44,7 @@ from radixkv.service.engine.pin_view import PinView
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.public_prompts import PublicPrompts, chat_prefix, public
 from radixkv.service.engine.request import Request, encode
+from radixkv.service.engine.request import Sequence as Choice
 from radixkv.service.engine.runner import ModelRunner
 from radixkv.service.engine.sampling import ChoiceSampler, Prompt
 from radixkv.service.engine.stopping import ChoiceStream
@@ -294,10 +295,13 @@ class Engine:
         param: str = "prompt",
         keeps: Sequence[Keep] = (),
         explain: bool = False,
+        on_prompt: Callable[[], None] | None = None,
     ) -> Stream:
         """Queue a request; never blocks. ``param`` is the name that errors give the prompt.
 
         ``keeps`` are pinned once the prompt is computed; ``Stream.kept`` says what was granted.
+        ``on_prompt`` is called then, on the engine thread, and all of the prompt can be found: the
+        last part of a block too, which else is shared at the end. With ``keeps`` it is not called.
         ``explain``: say in ``Stream.explained`` why not all of the prompt was cached.
         Raises InvalidRequest, ContextTooLong, NeverFits, AdapterNotFound, Overloaded or EngineDead,
         and then nothing is queued.
@@ -340,6 +344,8 @@ class Engine:
                 )
             if keeps:
                 request.on_prompt = partial(self._keeper.prompt_computed, keeps)
+            elif on_prompt is not None:
+                request.on_prompt = partial(_share_prompt, on_prompt)
             request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
             self._core.submit(request)
         except BaseException:
@@ -540,3 +546,9 @@ class Engine:
             if not self._in_flight_of[tenant]:
                 del self._in_flight_of[tenant]
             self._changed.notify_all()
+
+
+def _share_prompt(then: Callable[[], None], first: Choice) -> None:
+    """Let others find the whole prompt, whose KV is there, and say so."""
+    first.publish(tail=True)
+    then()

@@ -39,7 +39,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     params = body.sampling()
     serving.check_length("".join(str(m.content) for m in body.messages), "messages")
     token_ids, keeps = await serving.render_marked(body.messages, body.rendering(), body.marks())
-    answer = _Answer(serving, body)
+    answer = ChatAnswer(serving, body)
     extras = Extras.of_chat(request, body, answer.id)
     with serving.running(request):
         stream = serving.submit(
@@ -61,7 +61,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return json_reply(reply)
 
 
-class _Answer:
+class ChatAnswer:
     """Writes one answer; everything that is the same in all its parts is fixed here."""
 
     def __init__(self, serving: Serving, body: ChatRequest) -> None:

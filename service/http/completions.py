@@ -46,7 +46,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = await serving.tokenize(
         body.prompts, add_special_tokens=body.add_special_tokens is not False
     )
-    answer = _Answer(serving, body)
+    answer = CompletionAnswer(serving, body)
     extras = Extras.of_completion(request, body, answer.id)
     if body.echo:
         answer.echoes = await serving.detokenize(body.prompts)
@@ -76,7 +76,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return json_reply(reply)
 
 
-class _Answer:
+class CompletionAnswer:
     """Writes one answer; everything that is the same in all its parts is fixed here."""
 
     def __init__(self, serving: Serving, body: CompletionRequest) -> None:
