@@ -100,7 +100,8 @@ class AdaptedRows:
         owners = np.full(num_rows, -1, np.int32)
         for i, run in enumerate(runs):
             inside = 0 <= run.start < run.stop <= num_rows
-            expect(inside and (owners[run.start : run.stop] < 0).all(), "runs", "apart", run)
+            free = inside and bool((owners[run.start : run.stop] < 0).all())
+            expect(free, "runs", "apart", run)
             owners[run.start : run.stop] = i
         self.all = self._struct(runs, owners)
         self.wanted = self._struct(runs, owners[logit_rows.numpy()])
@@ -117,7 +118,7 @@ class AdaptedRows:
             for start, stop in zip(borders[:-1], borders[1:], strict=True)
             if owners[start] >= 0
         ]
-        array = (_AdapterRun * len(found))(*found)
+        array = (_AdapterRun * len(found))(*(_AdapterRun(*run) for run in found))
         self._keep.append(array)
         gated = None
         if self.gated:

@@ -69,9 +69,9 @@ def test_chat_streams_and_token_routes_take_the_id(server: RunningServer) -> Non
     with server.client() as client:
         whole = client.chat.completions.create(
             model="tiny:sql",
-            messages=messages,
+            messages=messages,  # type: ignore[arg-type]
             max_tokens=5,
-            temperature=0,  # type: ignore[arg-type]
+            temperature=0,
         )
         assert whole.model == "tiny:sql"
     body = {"model": "tiny:sql", "messages": messages, "max_tokens": 5, "temperature": 0}

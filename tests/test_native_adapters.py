@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,11 @@ class World:
     def __init__(self, folder: Path) -> None:
         model, tokenizer = build("llama")
         self.loaded = LoadedModel.from_model(model, tokenizer, name="tiny")
-        configs = ({}, {"target_modules": ["q_proj", "down_proj"], "r": 3}, {"r": 17})
+        configs: tuple[dict[str, Any], ...] = (
+            {},
+            {"target_modules": ["q_proj", "down_proj"], "r": 3},
+            {"r": 17},
+        )
         self.adapters: list[Adapter | None] = [None]
         for i, config in enumerate(configs):
             save_adapter(folder / str(i), seed=i, **config)

@@ -76,7 +76,7 @@ def cases_of(adapters: list[Adapter]) -> dict[str, StepBatch]:
     """The steps to compare, by name; the first of each kind has no adapter."""
     nothing: list[Adapter | None] = [None] * ROWS
     half: list[Adapter | None] = [adapters[i // 2 % 4] if i % 2 else None for i in range(ROWS)]
-    decodes = {
+    decodes: dict[str, Sequence[Adapter | None]] = {
         "32 rows, no adapter": nothing,
         "32 rows, 1 adapter": [adapters[0]] * ROWS,
         "32 rows, 4 adapters": [adapters[i % 4] for i in range(ROWS)],
@@ -114,7 +114,7 @@ def load(decoder: str) -> LoadedModel:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--decoder", choices=("native", "generic"), default="native")

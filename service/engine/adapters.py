@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -162,7 +162,7 @@ def fit(given: PeftAdapter, loaded: LoadedModel, *, name: str, path: Path | None
     return Adapter(name, given.digest, given.max_rank, path, now, native, factors)
 
 
-def runs_of(adapters: Sequence[Adapter | None], lens: Sequence[int]) -> list[AdapterRun]:
+def runs_of(adapters: Sequence[Adapter | None], lens: Iterable[int]) -> list[AdapterRun]:
     """Return the runs of rows of a step whose sequence s has ``lens[s]`` rows under adapters[s]."""
     found: list[AdapterRun] = []
     stop = 0
