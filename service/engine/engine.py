@@ -307,7 +307,8 @@ class Engine:
         and then nothing is queued.
         """
         self._prompting.check_ids(prompt_token_ids, param)
-        accounts = list(self._core.cache.accounts)
+        # Not `list(accounts)`, which brings their numbers up to date: the engine thread's affair.
+        accounts = list(self._core.cache.accounts.by_tenant.values())
         kept = sum(a.floor for a in accounts if a.tenant != origin.namespace.tenant)
         max_tokens = self._capacity.max_tokens(
             len(prompt_token_ids), params, param=param, kept_blocks=kept
