@@ -79,7 +79,10 @@ class PrefixCache:
     def _evicting(self, leaf: Node, keep: int) -> None:
         """Note what is about to be evicted."""
         self.ghosts.note(leaf, keep, self.tree.clock)
-        self.residency.evicting(leaf, keep)
+        residency = self.residency
+        residency.until_eviction -= 1
+        if not residency.until_eviction:
+            residency.evicting(leaf, keep)
 
     # -- sequences ---------------------------------------------------------------------------------
 

@@ -6,15 +6,16 @@ diagnosis only: nothing that is found here is ever used as KV, or shown.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from radixkv.identity.identity import CacheIdentity
 from radixkv.identity.paths import PathHash, begin_path
 from radixkv.nodes import Node, Root
 from radixkv.tokens import TOKEN_BYTES, common_bytes
 
+_RECORD = 256  # bytes that a run takes beside its tokens
 _PLACES = 256  # ends of edges whose path's digest is kept, lest each child makes it anew
 
 
@@ -42,12 +43,14 @@ class _Place(NamedTuple):
 class _Account:
     """One tenant's runs, the one that went last at the end."""
 
-    __slots__ = ("num_bytes", "places", "runs")
+    __slots__ = ("noted", "num_bytes", "places", "runs")
 
     def __init__(self) -> None:
+        # What was noted and not filed yet: place, key, blocks kept, start and when.
+        self.noted: deque[list[Any]] = deque()
         # By the digest of the path before it, and its first block (all of it, if it is a tail).
         self.runs: OrderedDict[tuple[int, bytes], _Run] = OrderedDict()
-        self.num_bytes = 0  # of their tokens
+        self.num_bytes = 0  # of their tokens, of the keys that were noted, and _RECORD for each
         # (where a run starts, the bytes of its first block) -> how many do: where to look.
         self.places: dict[tuple[int, int], int] = {}
 
@@ -60,159 +63,166 @@ class _Account:
             place = (start, len(first))
             self.places[place] = self.places.get(place, 0) + 1
         else:
-            self.num_bytes -= len(old[1])
+            self.num_bytes -= len(old[1]) + _RECORD
             if old[1].startswith(tokens):  # what follows has not come back meanwhile
                 run, old = (start, old[1], when), None
             elif tokens.startswith(old[1]):
                 old = None
         self.runs[key] = run
-        self.num_bytes += len(run[1])
+        self.num_bytes += len(run[1]) + _RECORD
         return old
 
-    def drop_oldest(self) -> None:
-        (_, first), (start, tokens, _) = self.runs.popitem(last=False)
-        self.num_bytes -= len(tokens)
-        place = (start, len(first))
-        left = self.places[place] - 1
-        if left:
-            self.places[place] = left
-        else:
-            del self.places[place]
+    def trim(self, max_bytes: int) -> None:
+        """Forget what went first, until a sixteenth of ``max_bytes`` is free."""
+        while self.num_bytes > max_bytes - max_bytes // 16:
+            if not self.runs:
+                self.num_bytes -= len(self.noted.popleft()[1]) + _RECORD
+                continue
+            (_, first), (start, tokens, _) = self.runs.popitem(last=False)
+            self.num_bytes -= len(tokens) + _RECORD
+            place = (start, len(first))
+            left = self.places[place] - 1
+            if left:
+                self.places[place] = left
+            else:
+                del self.places[place]
 
 
 class Ghosts:
-    """Runs of evicted tokens by tenant, bounded in number and bytes: the oldest is forgotten first.
+    """Runs of evicted tokens by tenant, bounded in bytes: the oldest is forgotten first.
 
     One record a run, however long: a leaf that is cut block by block, as decoding does, is one run
     that grows to the front. Its tokens are kept, so what was evicted is told to the token (but for
-    less than its first block); the path before it is kept as a digest of 64 bits. To note a run
-    costs the digest of one edge at most, and mostly a look-up of the parent's.
+    less than its first block); the path before it is kept as a digest of 64 bits. To note a run is
+    to look up its parent's path and to keep its key; the rest waits until somebody asks.
     """
 
     def __init__(
         self,
         stride: int,
         *,
-        max_runs: int = 4096,
         max_bytes: int = 1 << 20,
         max_total_bytes: int = 1 << 25,
     ) -> None:
-        """``stride``: bytes of a block's tokens. The first two limits are for each tenant."""
+        """``stride``: bytes of a block's tokens.
+
+        Each tenant has ``max_bytes``, or an equal part of ``max_total_bytes`` if that is less, so
+        none can silence another; a run takes 256 bytes and its tokens.
+        """
         self._stride = stride
-        self._max_runs = max_runs
-        self._max_bytes = max_bytes
+        self._max_bytes = self._limit = max_bytes
         self._max_total_bytes = max_total_bytes
         self._accounts: dict[str | None, _Account] = {}
         self._places: OrderedDict[Node, _Place] = OrderedDict()
-        self._num_bytes = 0
-        # The leaf that was cut last, if it may be cut further: to which depth and when, where its
-        # edge begins, what that was and how much of it stayed; and what was cut off, last first.
+        # What was noted last, of which leaf and to where it was cut: most likely it is cut on.
+        self._cut: list[Any] = []
         self._leaf: Node | None = None
-        self._depth = self._when = self._kept = 0
-        self._place_before: _Place | None = None
-        self._key = b""
-        self._pieces: list[bytes] = []
+        self._start = self._end = 0
 
     @property
     def num_runs(self) -> int:
         """Runs remembered, of all tenants."""
-        self._settle()
-        return sum(len(account.runs) for account in self._accounts.values())
+        return sum(len(account.noted) + len(account.runs) for account in self._accounts.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tokens remembered, of all tenants."""
-        self._settle()
-        return self._num_bytes
+        """Bytes of what is remembered, of all tenants."""
+        return sum(account.num_bytes for account in self._accounts.values())
 
     # -- noting ------------------------------------------------------------------------------------
 
     def note(self, leaf: Node, keep: int, when: int) -> None:
         """Note that ``leaf`` is about to lose all its blocks but the first ``keep``."""
-        key, start, parent = leaf.key, leaf.start, leaf.parent
-        last = self._leaf
-        if last is not None and (last is not leaf or self._depth != start + len(leaf.blocks)):
-            self._settle()
+        start = leaf.start
+        if self._leaf is leaf and self._end == start + len(leaf.blocks) and self._start == start:
+            # It is cut further: of the same key less was kept.
+            cut = self._cut
+            cut[2], cut[4] = keep, when
+            self._end = start + keep
+            return
+        parent = leaf.parent
         place = self._places.get(parent)  # type: ignore[arg-type]
         if place is None or place[0] is not parent.key:  # type: ignore[union-attr]
             place = self._place(parent)  # type: ignore[arg-type]
-        if keep:
-            # It is likely to be cut again at once: the path to the cut is digested when it was not.
-            kept = keep * self._stride
-            self._pieces.append(key[kept:])
-            self._leaf, self._depth, self._when = leaf, start + keep, when
-            self._place_before, self._key, self._kept = place, key, kept
-        else:
-            self._pieces.append(key)
-            self._leaf = None
-            self._put(place, start, when)
+        key, account = leaf.key, place[3]
+        self._leaf, self._start, self._end = leaf, start, start + keep
+        self._cut = [place, key, keep, start, when]
+        account.noted.append(self._cut)
+        account.num_bytes += len(key) + _RECORD
+        if account.num_bytes > self._limit:
+            account.trim(self._limit)
 
     def note_all(self, roots: Iterable[Root], when: int) -> None:
         """Note that everything below ``roots`` is about to go; where it is too much, ends first."""
-        self._settle()
         room: dict[int, int] = {}
         for root in roots:
             nodes: list[Node] = [root]
             for node in nodes:
-                place = self._place(node)
-                account = place.account
-                left = room.get(id(account), self._max_runs)
-                for child in list((node.children or {}).values())[:left]:
-                    self._pieces.append(child.key)
-                    self._put(place, child.start, when)
-                    nodes.append(child)
-                    left -= 1
+                account = self._place(node).account
+                left = room.get(id(account), self._limit - self._limit // 16)
+                for child in (node.children or {}).values():
+                    left -= len(child.key) + _RECORD
+                    if left > 0:
+                        self.note(child, 0, when)
+                        nodes.append(child)
                 room[id(account)] = left
+        self._leaf = None
         self._places.clear()
 
     def clear(self) -> None:
         """Forget all that was evicted."""
         self._leaf = None
-        self._pieces.clear()
         self._places.clear()
         self._accounts.clear()
-        self._num_bytes = 0
+        self._limit = self._max_bytes
 
     def forget(self, tenant: str | None) -> None:
         """Forget all that was evicted of ``tenant``."""
-        self._settle()
-        account = self._accounts.pop(tenant, None)
-        if account is not None:
-            self._num_bytes -= account.num_bytes
+        if self._accounts.pop(tenant, None) is not None:
             self._places.clear()
+            self._leaf = None
 
-    def _settle(self) -> None:
-        """Put the run away that might have grown further."""
-        if self._leaf is None:
-            return
+    def _file(self, account: _Account) -> None:
+        """File what was noted, now that somebody asks: most is forgotten before that."""
         self._leaf = None
-        before = self._place_before
-        assert before is not None
-        path = before.path.copy()
-        path.update(self._key[: self._kept])
-        self._put(_Place(b"", path, path.intdigest(), before.account), self._depth, self._when)
+        stride = self._stride
+        for place, key, keep, start, when in account.noted:
+            account.num_bytes -= len(key) + _RECORD
+            if keep:
+                path = place.path.copy()
+                path.update(key[: keep * stride])
+                digest = path.intdigest()
+                self._put(account, path, digest, start + keep, key[keep * stride :], when)
+            else:
+                self._put(account, place.path, place.digest, start, key, when)
+        account.noted.clear()
 
-    def _put(self, place: _Place, depth: int, when: int) -> None:
-        """Remember the pieces as one run behind ``place``, and forget what is too much."""
-        pieces, account, stride = self._pieces, place.account, self._stride
-        tokens = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
-        pieces.clear()
-        before = account.num_bytes
+    def _put(
+        self,
+        account: _Account,
+        path: PathHash,
+        digest: int,
+        depth: int,
+        tokens: bytes,
+        when: int,
+    ) -> None:
+        """File a run that goes on from ``path``."""
+        stride = self._stride
         run = (depth * stride, tokens, when)
-        old = account.put(place.digest, tokens[:stride], run)
+        old = account.put(digest, tokens[:stride], run)
         if old is not None:
-            self._part(place.path, account, old, run)
-        while len(account.runs) > self._max_runs or account.num_bytes > self._max_bytes:
-            account.drop_oldest()
-        self._num_bytes += account.num_bytes - before
-        while self._num_bytes > self._max_total_bytes:
-            # Whoever has more than his share gives, so that no tenant's noise silences another.
-            share = self._max_total_bytes // len(self._accounts)
-            if account.num_bytes <= share:
-                account = max(self._accounts.values(), key=lambda other: other.num_bytes)
-            before = account.num_bytes
-            account.drop_oldest()
-            self._num_bytes += account.num_bytes - before
+            self._part(path, account, old, run)
+
+    def _account(self, tenant: str | None) -> _Account:
+        """Return the account of ``tenant``; with a new one the share of each may become less."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account()
+            self._limit = min(self._max_bytes, self._max_total_bytes // len(self._accounts))
+            for each in self._accounts.values():
+                if each.num_bytes > self._limit:
+                    each.trim(self._limit)
+        return account
 
     def _part(self, path: PathHash, account: _Account, old: _Run, new: _Run) -> None:
         """Remember of ``old`` what ``new`` does not begin with: they part behind a first block."""
@@ -246,7 +256,7 @@ class Ghosts:
                 path = begin_path(node.identity)
                 if node.border is not None:
                     path.update(node.border.tokens[: node.start * self._stride])
-                account = self._accounts.setdefault(node.identity.namespace.tenant, _Account())
+                account = self._account(node.identity.namespace.tenant)
             else:
                 path, account = place.path.copy(), place.account
                 path.update(node.key)
@@ -265,10 +275,10 @@ class Ghosts:
         part of it has come back. Each stretch begins where the one before it ends. O(places at
         which anything of this tenant was evicted, on paths no longer than this one).
         """
-        self._settle()
         account = self._accounts.get(identity.namespace.tenant)
         if account is None:
             return []
+        self._file(account)
         path, at = begin_path(identity), 0
         digest = path.intdigest()
         found: list[Stretch] = []

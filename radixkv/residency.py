@@ -56,7 +56,7 @@ class Residency:
         self._stride = stride
         self._marks = Marks()
         self._period = max(16, num_blocks // 128) | 1  # of blocks that are published, one's birth
-        self._until_birth = self._until_eviction = self._until_find = 1
+        self._until_birth = self._until_find = self.until_eviction = 1
         # Block -> when it was published, with which tokens: it may have come to hold others since.
         self._births: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
         self.clear()
@@ -90,11 +90,11 @@ class Residency:
             self._births.popitem(last=False)
 
     def evicting(self, leaf: Node, keep: int) -> None:
-        """Note that ``leaf`` is about to lose all its blocks but the first ``keep``."""
-        self._until_eviction -= 1
-        if self._until_eviction:
-            return
-        self._until_eviction = _RUNS
+        """Look at what goes as ``leaf`` is to lose all its blocks but the first ``keep``.
+
+        To be called when ``until_eviction``, which counts runs down, is 0.
+        """
+        self.until_eviction = _RUNS
         now = self.clock()
         since = self._marks.when(count_of(leaf.used))
         if since is not None:
