@@ -68,7 +68,7 @@ class Arena:
             here = self.staging[starts[name] : starts[name] + sizes[name]]
             there = self._there[starts[name] : starts[name] + sizes[name]]
             if name in _WIDE:
-                here, there = here.view(np.int64), there.view(torch.int64)  # type: ignore[assignment]
+                here, there = here.view(np.int64), there.view(torch.int64)
             self.host[name] = here.reshape(shape)
             self.device[name] = there.view(shape)
 

@@ -166,18 +166,18 @@ def _step(call: Call, tuning: Tuning) -> _Step:
     plan, heads, window = call.plan, Heads.of(call), call.features.sliding_window
 
     def make() -> _Step:
-        runs = tuning.runs(plan, window)
-        work = list_work(plan, window, runs, _sizes(heads, tuning))
+        shared = tuning.runs(plan, window)
+        work = list_work(plan, window, shared, _sizes(heads, tuning))
         lists = (work.runs, work.run_queries, work.decode, work.prefill, work.merge)
         # One transfer for all: each is a short list, and a transfer costs more than its bytes. Each
         # begins at a multiple of 16 bytes, or the kernels would be compiled once more for it.
         padded = [np.pad(x.ravel(), (0, -x.size % 4)) for x in lists]
         device = torch.from_numpy(np.concatenate(padded)).to(plan.device, non_blocking=True)
         ends = np.cumsum([0, *map(len, padded)]).tolist()
-        there = (
+        runs, run_queries, decode, prefill, merge = (
             device[end : end + x.size].view(x.shape) for end, x in zip(ends, lists, strict=False)
         )
-        return _Step(*there, num_slots=work.num_slots)
+        return _Step(runs, run_queries, decode, prefill, merge, work.num_slots)
 
     return plan.once(("triton step", heads, window, tuning), make)
 

@@ -20,11 +20,11 @@ POISON = -(1 << 30)
 _ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "item")
 
 
-class Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator with all that a recorded launch would keep of it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Any] = []
         self._own: set[int] = set()
 

@@ -23,11 +23,11 @@ from tests.tiny_models import ARCHITECTURES, build
 OPERATOR = "radixkv.paged_attention"
 
 
-class Crossings(TorchDispatchMode):
+class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator that takes or gives tensors of both devices."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
         self.crossed: list[str] = []
 
@@ -52,7 +52,8 @@ def decode_step(model: Any, rows: int = 4) -> Crossings:
     data = torch.empty(2, layers, 9, 16, heads, dim, device="meta")
     fixed = FixedStep(rows, torch.empty(rows, 4, dtype=torch.int32, device="meta"), 16)
     step = PagedStep.of(KVPool.over(data), fixed.plan, "triton")
-    with torch.inference_mode(), Crossings() as crossings:
+    crossings = Crossings()
+    with torch.inference_mode(), crossings:
         logits = model(
             input_ids=fixed.token_ids[None],
             position_ids=fixed.plan.positions[None],

@@ -60,7 +60,7 @@ def test_it_writes_the_layer_and_attends_as_the_two_calls_do(
     data, scales = pools[0].data, pools[0].scales
     got = write_and_attend(q, k, v, data, scales, number_of(plan), 1, **options)
     other = pools[1]
-    scaled = {"k_scales": other.k_scales[1], "v_scales": other.v_scales[1]}
+    scaled: dict[str, Any] = {"k_scales": other.k_scales[1], "v_scales": other.v_scales[1]}
     write_kv(k, v, other.k[1], other.v[1], plan.slots, **scaled)
     want = paged_attention(q, other.k[1], other.v[1], plan, **scaled, **options)
     assert torch.equal(got, want)

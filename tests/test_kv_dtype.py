@@ -76,7 +76,7 @@ def test_more_tokens_fit_and_codes_are_shared_with_their_like_alone(
 def test_the_compiled_decoder_refuses_codes_and_says_why() -> None:
     for settings in ({"decoder": "native"}, {"deterministic": True}):
         with pytest.raises(InvalidConfig, match="stores what it computes and knows no codes"):
-            EngineConfig(kv_dtype="int8", **settings)  # type: ignore[arg-type]
+            EngineConfig(kv_dtype="int8", **settings)
     with pytest.raises(InvalidConfig, match="accepted: auto, fp8_e4m3, int8"):
         EngineConfig(kv_dtype="int4")
     if unavailable_reason() is not None:

@@ -167,7 +167,11 @@ def test_one_set_of_buffers_serves_every_step_that_fits(
         q = torch.full((4, *step.q.shape[1:]), 7.0)
         q[:n] = step.q
         out = torch.full_like(q, torch.nan)
-        paged_attention_triton(q, *pools, fixed.plan, step.features, *scales, out=out)
+        k_pool, v_pool = pools
+        k_scales, v_scales = scales
+        paged_attention_triton(
+            q, k_pool, v_pool, fixed.plan, step.features, k_scales, v_scales, out=out
+        )
         assert torch.isfinite(out).all()
         step.check(out[:n])
 

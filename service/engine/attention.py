@@ -53,7 +53,8 @@ def _unbundle_by_name(step: PagedStep) -> tuple[list[tuple[Any, torch.Tensor | N
 
 
 def _bundle(tensors: Iterable[Any], backend: Any) -> PagedStep:
-    return PagedStep(*tensors, backend)
+    data, scales, plan = tensors
+    return PagedStep(data, scales, plan, backend)
 
 
 register_pytree_node(  # as torch.export wants it of what is handed to a model
