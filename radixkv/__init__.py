@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
     from radixkv.service.engine.loading import LoadedModel
     from radixkv.service.engine.params import Delta, Generation, SamplingParams
+    from radixkv.service.hf_cache import TransformersPrefixCache
     from radixkv.stats import CacheStats
     from radixkv.table import BlockTable
 
@@ -36,6 +37,7 @@ _HOME = {
     "RadixKVError": "radixkv.errors",
     "SamplingParams": "radixkv.service.engine.params",
     "ServerConfig": "radixkv.config",
+    "TransformersPrefixCache": "radixkv.service.hf_cache",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "RadixKVError",
     "SamplingParams",
     "ServerConfig",
+    "TransformersPrefixCache",
 ]
 
 

@@ -53,7 +53,7 @@ class Fingerprints:
             architecture=type(model).__name__,
             config=digest_config(config),
             weights=digest_weights(model.state_dict()),
-            tokenizer=digest_tokenizer(tokenizer),
+            tokenizer="none" if tokenizer is None else digest_tokenizer(tokenizer),
             template=digest_template(getattr(tokenizer, "chat_template", None)),
             execution=Execution(
                 compute_dtype=_name(model.dtype),
