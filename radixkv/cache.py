@@ -73,7 +73,6 @@ class PrefixCache:
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
         self.tree.on_evict = self._evicting
-        self.tree.on_publish = self.residency.published
         self.tree.on_release = self.residency.released
 
     def _evicting(self, leaf: Node, keep: int) -> None:
@@ -111,8 +110,12 @@ class PrefixCache:
             ids += run
         if source is not None:
             ids.append(source)
+        residency = self.residency
+        residency.until_find -= 1
+        if not residency.until_find:
+            residency.found(node, len(ids))
+            self.tree.on_publish = residency.published
         if node is not None:
-            self.residency.found(node, len(ids))
             self.tree.hold(node, len(ids))
         tenant = identity.namespace.tenant
         terms = self.accounts.terms.get(tenant) or self.accounts.of(tenant).terms

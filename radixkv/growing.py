@@ -99,6 +99,7 @@ def extend(
     tree.num_published += len(blocks)
     if tree.on_publish is not None:
         tree.on_publish(key, blocks)
+        tree.on_publish = None
     tree.version += 1
     if node.children is None and node.blocks:
         if len(key) >= stride and len(node.key) + len(key) <= MAX_EDGE_BYTES:

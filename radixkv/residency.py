@@ -6,6 +6,7 @@ the same. It samples: it looks at one in so many, and its memory is bounded.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from radixkv.blocks import BlockIds
 from radixkv.nodes import UNUSED, Node
-from radixkv.sketch import Marks, Sketch
+from radixkv.sketch import SPACING_S, Marks, Sketch
 
 BOUNDS_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the histograms' buckets, in seconds."""
@@ -55,10 +56,12 @@ class Residency:
         self.clock = clock
         self._stride = stride
         self._marks = Marks()
-        self._period = max(16, num_blocks // 128) | 1  # of blocks that are published, one's birth
-        self._until_birth = self._until_find = self.until_eviction = 1
-        # Block -> when it was published, with which tokens: it may have come to hold others since.
-        self._births: OrderedDict[int, tuple[float, bytes]] = OrderedDict()
+        self.until_find = self.until_eviction = 1
+        self._marked = -math.inf
+        self._num_births = 0
+        # Block -> when it was published, with which tokens, as one of how many: it may have come to
+        # hold others since.
+        self._births: OrderedDict[int, tuple[float, bytes, int]] = OrderedDict()
         self.clear()
 
     def clear(self) -> None:
@@ -73,19 +76,22 @@ class Residency:
 
     def released(self, count: int) -> None:
         """Note the time of a release, the ``count``-th by the clock of the tree."""
-        self._marks.note(count, self.clock())
+        now = self.clock()
+        if now >= self._marked:
+            self._marked = now + SPACING_S
+            self._marks.note(count, now)
 
     def published(self, key: bytes, blocks: BlockIds) -> None:
-        """Note that blocks enter the tree with the tokens of ``key``."""
-        self._until_birth -= len(blocks)
-        if self._until_birth > 0:
-            return
-        at = len(blocks) - 1 + self._until_birth
-        self._until_birth = self._period
+        """Remember when one of these blocks, that now enter the tree, was published.
+
+        To be called once after each ``found``. It stands for all of them.
+        """
+        self._num_births += 1
+        at = self._num_births % len(blocks)
         block = blocks[at]
         tokens = key[at * self._stride : (at + 1) * self._stride]
         self._births.pop(block, None)
-        self._births[block] = (self.clock(), tokens)
+        self._births[block] = (self.clock(), tokens, len(blocks))
         if len(self._births) > _TRACKED:
             self._births.popitem(last=False)
 
@@ -104,18 +110,18 @@ class Residency:
             return
         for i, block in enumerate(blocks):
             if block in self._births:
-                born, tokens = self._births.pop(block)
+                born, tokens, weight = self._births.pop(block)
                 at = (keep + i) * self._stride
                 if leaf.key[at : at + self._stride] == tokens:
-                    self.lifetime.add(now - born)
+                    self.lifetime.add(now - born, weight)
 
-    def found(self, node: Node, depth: int) -> None:
-        """Note that a path to ``depth``, on the edge of ``node``, is about to be held."""
-        self._until_find -= 1
-        if self._until_find:
-            return
-        self._until_find = _FINDS
-        idle = self.idle_of(node, depth)
+    def found(self, node: Node | None, depth: int) -> None:
+        """Look at what an acquire has found: a path to ``depth``, on the edge of ``node``.
+
+        To be called before it is held, when ``until_find``, which counts them down, is 0.
+        """
+        self.until_find = _FINDS
+        idle = None if node is None else self.idle_of(node, depth)
         if idle is not None:
             self.reuse_gap.add(idle)
 

@@ -16,7 +16,7 @@ _LEAST_S = 1e-3  # what is no longer counts as 0
 _MOST_S = 1e9
 
 _MARKS = 512
-_SPACING_S = 0.01
+SPACING_S = 0.01
 
 
 class Sketch:
@@ -81,7 +81,7 @@ class Marks:
         """Note that the counter stands at ``count`` since ``now``. Neither ever falls."""
         if now < self._due:
             return
-        self._due = now + _SPACING_S
+        self._due = now + SPACING_S
         self._counts.append(count)
         self._times.append(now)
         if len(self._counts) > _MARKS:

@@ -47,7 +47,7 @@ class RadixTree:
         self.evictable = 0
         # Called with a leaf and how many of its blocks stay, just before the others are evicted.
         self.on_evict: Callable[[Node, int], None] | None = None
-        # Called with the tokens and the blocks that enter, and with the clock at each release.
+        # Called with the tokens and blocks that enter, once; and with the clock at each release.
         self.on_publish: Callable[[bytes, BlockIds], None] | None = None
         self.on_release: Callable[[int], None] | None = None
         # Held tails that were taken out since their holders looked last; None: nobody looks.
