@@ -337,7 +337,7 @@ def test_no_more_is_looked_up_in_a_step_than_the_window_whoever_waits() -> None:
     rig.cache.lookup = counting  # type: ignore[method-assign]
     for i in range(600):
         rig.submit(prompt(4, i), 1, origin=Origin(tenant=f"t{i % 300}"))
-    rig.core.scheduler._max_num_seqs = 2
+    rig.core.scheduler.live.max_num_seqs = 2
     rig.core.turn()
     assert 0 < lookups <= 128
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.service.engine.scheduler import Plan
 from radixkv.service.engine.stream import Stream
 from radixkv.service.engine.waiting import MAX_SKIPS
+from radixkv.service.engine.work import Plan
 from tests.fake_model import Rig, greedy, ids_of
 
 
@@ -244,9 +244,9 @@ def test_a_copy_that_was_never_made_is_never_found() -> None:
     scheduler = rig.core.scheduler
     first, _ = scheduler.running
     plan = Plan(budget=1)
-    scheduler._go_on(first, plan)
+    scheduler.live.go_on(first, plan)
     assert plan.works[first].copies
-    scheduler._preempt(first, plan)
+    scheduler.live.preempt(first, plan)
     rig.run()
     roomy = Rig()
     expected = roomy.submit(prompt(6, 1), 5, n=2, seed=3)

@@ -11,25 +11,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.errors import EngineDead, NeverFits, RadixKVError
-from radixkv.service.engine.adapters import by_adapter
 from radixkv.service.engine.admission import blocks_for
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
 from radixkv.service.engine.fairness import TenantShare
+from radixkv.service.engine.inbox import Inbox
+from radixkv.service.engine.origin import Origin
+from radixkv.service.engine.packing import pack
 from radixkv.service.engine.params import Delta, Usage
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
-from radixkv.service.engine.scheduler import Scheduler, Work
+from radixkv.service.engine.scheduler import Scheduler
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Outbox, Stream
 from radixkv.service.engine.swap import BlockMover, Swapper
@@ -86,9 +86,7 @@ class EngineCore:
         self._make_choice = make_choice
         self._requests: dict[Stream, Request] = {}  # admitted to the scheduler and not finished
         self._outbox = Outbox()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False  # no message is taken any more
+        self._inbox = Inbox()
         self._dead = False  # no step is made any more
         self._by_tenant: dict[str, TenantStats] = {}
         self.stats: EngineStats = self._snapshot()
@@ -127,33 +125,26 @@ class EngineCore:
             except BaseException as error:
                 future.set_exception(error)
 
-        with self._wake:
-            if not self._closing:
-                self._inbox.append(run)
-                self._wake.notify()
-                return future
-        future.set_exception(self._death())
+        if not self._inbox.put(run):
+            future.set_exception(self._death())
         return future
 
     def set_tenant(self, tenant: str, share: TenantShare) -> None:
         """Give a tenant another share, within one step."""
         self._send(lambda: self.scheduler.set_share(tenant, share))
 
+    def note_refused(self, origin: Origin) -> None:
+        """A request was refused for a full queue; the counts show it within one step."""
+        self._send(lambda: self._count_refused(origin))
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what runs and end the thread; idempotent."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._inbox.close()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def _send(self, message: Callable[[], None], otherwise: Stream | None = None) -> None:
-        with self._wake:
-            if not self._closing:
-                self._inbox.append(message)
-                self._wake.notify()
-                return
-        if otherwise is not None:
+        if not self._inbox.put(message) and otherwise is not None:
             raise self._death()
 
     def _death(self) -> EngineDead:
@@ -169,27 +160,21 @@ class EngineCore:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._wait():
+                while self._inbox.wait(self._busy):
                     self.turn()
         except BaseException as error:  # whatever it is, nobody may wait in silence (ERRORS-3)
             log.exception("the engine thread failed")
             self.failure = error
         finally:
-            with self._wake:
-                self._closing = True
+            self._inbox.close()
             self._bury()
 
-    def _wait(self) -> bool:
-        """Wait until there is something to do; False when it is time to end."""
-        with self._wake:
-            while not self._inbox and self.scheduler.idle and not self._closing:
-                self._wake.wait()
-            return not self._closing
+    def _busy(self) -> bool:
+        return not self.scheduler.idle
 
     def turn(self) -> None:
         """Read the inbox, make one step if anything runs or waits, and tell the consumers."""
-        while self._inbox:
-            self._inbox.popleft()()
+        self._inbox.read()
         if not self.scheduler.idle:
             self.step()
             if self.scheduler.idle:
@@ -200,54 +185,55 @@ class EngineCore:
 
     def step(self) -> None:
         """Compute one batch, draw tokens where sequences reached their end, and say so."""
-        works = by_adapter(self.scheduler.schedule(), lambda work: work.seq.request.adapter)
+        planned = self.scheduler.schedule()
         for seq in self.scheduler.hopeless:
             request = seq.request
             need = blocks_for(seq.num_tokens, self.cache.block_size)
             room = self.cache.available_to(request.identity.namespace.tenant)
             self._fail(request, NeverFits(need_blocks=need, capacity_blocks=room))
         self.scheduler.hopeless.clear()
-        if not works:
+        if not planned:
             return
         began_s = self._clock()
-        logits = self.runner.forward(_batch_of(works))
-        self.counters.steps += 1
-        row = num_tokens = prompt_tokens = 0
+        works, batch, num_rows = pack(planned)
+        logits = self.runner.forward(batch)
+        counters, changed = self.counters, self.scheduler.fairness.changed
+        block_size = self.cache.block_size
+        counters.steps += 1
+        row = prompt_tokens = 0
         rows: list[int] = []
-        samplers: list[ChoiceSampler] = []
         drawing: list[Sequence] = []
-        for work in works:
-            seq, request, start = work.seq, work.seq.request, work.table.num_tokens
-            ends = work.reaches_end
-            num_tokens += work.num_tokens
-            if work.num_tokens > 1:
-                prompt_tokens += work.num_tokens
-            work.table.commit(work.num_tokens)
-            stop = start + work.num_tokens
-            self.counters.note_computed(seq, start, stop)
-            self.scheduler.fairness.changed.add(request.account)
-            if start // self.cache.block_size != stop // self.cache.block_size or work.ends_public:
+        for work, wanted in zip(works, num_rows, strict=True):
+            seq, table, num_tokens = work.seq, work.table, work.num_tokens
+            request, start = seq.request, table.num_tokens
+            stop = start + num_tokens
+            if num_tokens > 1:
+                prompt_tokens += num_tokens
+            table.commit(num_tokens)
+            counters.note_computed(seq, start, stop)
+            changed.add(request.account)
+            if start // block_size != stop // block_size or work.ends_public:
                 seq.publish()
-            wanted = _logit_rows(work, ends)
             prompt_logprobs = request.prompt_logprobs
             if prompt_logprobs is not None and request.stream.prompt_logprobs is None:
-                prompt_logprobs.add(start, logits[row : row + len(wanted)])
+                prompt_logprobs.add(start, logits[row : row + wanted])
                 if prompt_logprobs.complete:  # at once, where the prompt is a single token
                     request.stream.prompt_logprobs = prompt_logprobs.result()
-            row += len(wanted)
-            if ends:
-                born = [] if request.forked else self._fork(request)
-                for choice in [seq, *born]:
-                    rows.append(row - 1)
-                    samplers.append(choice.sampler)
-                    drawing.append(choice)
+            row += wanted
+            if work.reaches_end:
+                rows.append(row - 1)
+                drawing.append(seq)
+                if not request.forked:
+                    for choice in self._fork(request):
+                        rows.append(row - 1)
+                        drawing.append(choice)
         tokens: list[SampledToken] = []
         if drawing:
             picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
-            tokens = sample(picked, samplers)
+            tokens = sample(picked, [seq.sampler for seq in drawing])
         if self.swapper is not None:
             self.swapper.note_step(
-                prompt_tokens, num_tokens, self._clock() - began_s, ended=bool(drawing)
+                prompt_tokens, batch.num_tokens, self._clock() - began_s, ended=bool(drawing)
             )
         for seq, token in zip(drawing, tokens, strict=True):
             self._advance(seq, token)
@@ -261,6 +247,12 @@ class EngineCore:
         request.identity = request.identify()
         request.sequences.append(self._choice(request, 0))
         self.scheduler.add(request.sequences[0])
+
+    def _count_refused(self, origin: Origin) -> None:
+        self.counters.rejected += 1
+        account = self.scheduler.fairness.account(origin.tenant, origin.batch)
+        account.rejected += 1
+        self.scheduler.fairness.changed.add(account)
 
     def _choice(self, request: Request, index: int) -> Sequence:
         sampler, output = self._make_choice(request, index)
@@ -282,24 +274,24 @@ class EngineCore:
 
     def _advance(self, seq: Sequence, token: SampledToken) -> None:
         """Give ``seq`` its next token and its consumer what can be said of it."""
-        request = seq.request
+        request, stream = seq.request, seq.request.stream
         if token.error is not None:
             self._fail(request, RadixKVError(token.error))
-        if request.stream.finished:  # failed, perhaps through a sibling in this very step
+        if stream.finished:  # failed, perhaps through a sibling in this very step
             return
         seq.append(token.token_id)
         request.completion_tokens += 1
         request.account.generation_tokens += 1
         self.counters.generation_tokens += 1
-        if request.stream.first_token_s is None:
-            request.stream.first_token_s = time.monotonic()
+        if stream.first_token_s is None:
+            stream.first_token_s = time.monotonic()
         self._update_usage(request)
         delta = seq.output.push(token)
         if seq.output.finished:
             self.scheduler.finish(seq)
             self._close_choice(seq)
         if delta is not None:
-            self._outbox.put(request.stream, delta)
+            self._outbox.put(stream, delta)
 
     def _close_choice(self, seq: Sequence) -> None:
         """Record a finished choice; with the last one the request is over."""
@@ -412,47 +404,8 @@ class EngineCore:
     def _bury(self) -> None:
         """Tell everybody who still waits; the thread is about to end."""
         self._dead = True
-        while self._inbox:
-            self._inbox.popleft()()
+        self._inbox.read()
         for request in list(self._requests.values()):
             self._forget(request)
             self._outbox.put(request.stream, self._death())
         self._outbox.flush()
-
-
-def _logit_rows(work: Work, ends: bool) -> list[int]:
-    """Rows of this work, counted from its first token, whose logits are wanted."""
-    prompt_logprobs = work.seq.request.prompt_logprobs
-    if prompt_logprobs is not None and not prompt_logprobs.complete:
-        return list(range(work.num_tokens))
-    return [work.num_tokens - 1] if ends else []
-
-
-def _batch_of(works: list[Work]) -> StepBatch:
-    """Pack the works, one after the other, without padding of tokens."""
-    query_lens = np.array([work.num_tokens for work in works], dtype=np.int32)
-    starts = [work.table.num_tokens for work in works]
-    token_ids = np.concatenate(
-        [
-            np.array(work.seq.ids[start : start + work.num_tokens], dtype=np.int64)
-            for work, start in zip(works, starts, strict=True)
-        ]
-    )
-    tables = [work.table.blocks for work in works]
-    adapters = [work.seq.request.adapter for work in works]
-    block_tables = np.zeros((len(works), max(map(len, tables))), dtype=np.int32)
-    logit_rows: list[int] = []
-    offset = 0
-    for i, (work, table) in enumerate(zip(works, tables, strict=True)):
-        block_tables[i, : len(table)] = table
-        logit_rows += [offset + row for row in _logit_rows(work, work.reaches_end)]
-        offset += work.num_tokens
-    return StepBatch(
-        token_ids=token_ids,
-        query_lens=query_lens,
-        kv_lens=np.array(starts, dtype=np.int32) + query_lens,
-        block_tables=block_tables,
-        copies=[copy for work in works for copy in work.copies],
-        logit_rows=np.array(logit_rows, dtype=np.int64),
-        adapters=adapters if any(adapters) else (),
-    )

@@ -24,6 +24,9 @@ class TenantStats:
     num_running: int
     num_waiting: int
     requests_total: int
+    rejected_total: int
+    """Refused when they were submitted, for a full queue or the tenant's own limit; not among
+    ``requests_total``."""
     prompt_tokens_total: int
     prompt_tokens_cached_total: int
     prompt_tokens_found_later_total: int
@@ -40,6 +43,7 @@ class TenantStats:
                 a.num_running,
                 a.num_waiting,
                 a.requests,
+                a.rejected,
                 a.prompt_tokens,
                 a.prompt_tokens_cached,
                 a.prompt_tokens_found_later,
@@ -165,20 +169,24 @@ class Counters:
         0 ........... high .......... prompt ....... stop
         |  recomputed  |  new prompt  |  generated
         """
-        account = seq.request.account
+        request, high = seq.request, seq.high
+        account, num_prompt = request.account, len(request.prompt_ids)
         account.step_tokens += stop - start
+        if start >= high and start >= num_prompt:  # generated, and this is on the path of each
+            seq.high = stop
+            return
         again = new = 0
-        if start < seq.high:
-            again = min(stop, seq.high) - start
+        if start < high:
+            again = min(stop, high) - start
             self.recomputed_tokens += again
             account.recomputed_tokens += again
-        if start < len(seq.request.prompt_ids):
-            new = max(0, min(stop, len(seq.request.prompt_ids)) - max(start, seq.high))
+        if start < num_prompt:
+            new = max(0, min(stop, num_prompt) - max(start, high))
             self.prompt_tokens_computed += new
             account.prompt_tokens_computed += new
         if again or new:
-            self.observer.computed(seq.request, new, again)
-        if stop > seq.high:
+            self.observer.computed(request, new, again)
+        if stop > high:
             seq.high = stop
 
     def note_preempted(self, seq: Sequence, *, swapped: bool) -> None:

@@ -8,44 +8,42 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.errors import EngineDead, InvalidRequest, Overloaded
+from radixkv.errors import InvalidRequest
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.adapters import Adapter, Adapters, split_setting
-from radixkv.service.engine.boundaries import Cut, render_cut
+from radixkv.service.engine.asking import Asking
 from radixkv.service.engine.building import kv_dtype_of, model_of, runner_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
-from radixkv.service.engine.fairness import DEFAULT_SHARE, TenantShare
-from radixkv.service.engine.keep import Keep, Kept
+from radixkv.service.engine.fairness import TenantShare
+from radixkv.service.engine.gate import Gate
+from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.keeping import Keeper
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.logprobs import PromptLogprobs
-from radixkv.service.engine.origin import LOCAL, Origin, take_origin
-from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
+from radixkv.service.engine.origin import LOCAL, Origin
+from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.pin_view import PinView
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.public_prompts import PublicPrompts, chat_prefix, public
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.request import Sequence as Choice
-from radixkv.service.engine.runner import ModelRunner
 from radixkv.service.engine.sampling import ChoiceSampler, Prompt
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Stream
@@ -53,7 +51,7 @@ from radixkv.service.engine.stream import Stream
 log = logging.getLogger("radixkv.engine")
 
 
-class Engine:
+class Engine(Asking):
     """A model, its paged KV pool and its prefix cache, served by one thread.
 
     >>> with Engine("smollm2", kv_memory="512MiB") as engine:            # doctest: +SKIP
@@ -118,172 +116,17 @@ class Engine:
             self._prompting.check_ids,
         )
         self._arrivals = itertools.count()
-        self._changed = threading.Condition()
-        self._in_flight = 0  # choices of requests that are not finished
-        self._in_flight_of: Counter[str] = Counter()  # the same by tenant
-        self._shares: dict[str, TenantShare] = {}
-        self._draining = False
+        self._gate = Gate(
+            max_num_seqs=self.config.max_num_seqs,
+            max_queue=self.config.max_queue,
+            refused=self._core.note_refused,
+        )
         self.adapters = Adapters(self._model)
         for setting in self.config.adapter:
             self.adapters.load(*split_setting(setting))
         self._core.start()
 
-    # ---- what is served -------------------------------------------------------------------------
-
-    @property
-    def model_name(self) -> str:
-        """The name under which the model is served."""
-        return self._model.name
-
-    @property
-    def model_path(self) -> Path | None:
-        """The directory the weights came from; None for a model built in memory."""
-        return self._model.path
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer (transformers)."""
-        return self._model.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and answer together that a request may have."""
-        return self._capacity.max_model_len
-
-    @property
-    def bytes_per_block(self) -> int:
-        """What a KV block takes of the device's memory."""
-        return ModelRunner.bytes_per_block(
-            self._model, self.config.block_size, kv_dtype_of(self.config)
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._model.vocab_size
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that is computed in."""
-        return str(self._model.dtype).removeprefix("torch.")
-
-    @property
-    def device(self) -> str:
-        """The device that computes."""
-        return str(self._model.device)
-
-    @property
-    def decoder(self) -> Literal["native", "generic"]:
-        """What runs the model: ``native``, the compiled decoder, or ``generic``, transformers."""
-        return "generic" if self._model.decoder is None else "native"
-
-    @property
-    def decoder_in_words(self) -> str:
-        """What runs the model, and if it is not the compiled decoder, why."""
-        if self._model.decoder is not None:
-            kept = " and keeps every bit, whatever is cached" if self.config.deterministic else ""
-            return f"the compiled decoder{kept}"
-        return f"transformers' layers, not the compiled decoder: {self._model.generic_reason}"
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine thread still makes steps."""
-        return self._core.alive
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine thread, if something did."""
-        return self._core.failure
-
-    # ---- text and tokens ------------------------------------------------------------------------
-
-    @property
-    def prompting(self) -> Prompting:
-        """What turns chats and text into tokens, and shows how."""
-        return self._prompting
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
-        """Turn a chat into token ids with the model's template; raises InvalidRequest."""
-        return self._prompting.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-            tools=tools,
-        )
-
-    def render_cut(
-        self, messages: Sequence[Mapping[str, Any]], cuts: Sequence[Cut], **rendering: Any
-    ) -> tuple[list[int], list[int]]:
-        """Render a chat, and count the tokens that come before each of ``cuts`` (boundaries.py)."""
-        return render_cut(self._prompting, messages, cuts, **rendering)
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Turn text into token ids."""
-        return self._prompting.tokenize(text, add_special_tokens=add_special_tokens)
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Turn token ids into text, special tokens included."""
-        self._prompting.check_ids(token_ids, "tokens")
-        text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        return str(text)
-
     # ---- asking ---------------------------------------------------------------------------------
-
-    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
-        """Complete ``prompt`` (text or token ids) and wait for it.
-
-        ``sampling`` are fields of SamplingParams and of Origin: ``salt="x"`` keeps to a part of the
-        cache that is private.
-        """
-        return self._start(prompt, sampling).result()
-
-    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
-        """Answer a chat and wait for it; ``sampling`` as in ``generate``."""
-        return self._start(self.render(messages), sampling, param="messages").result()
-
-    async def agenerate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
-        """Complete ``prompt`` without blocking the event loop; cancelling it aborts the request."""
-        return await self._start(prompt, sampling).aresult()
-
-    async def achat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
-        """Answer a chat without blocking the event loop."""
-        return await self._start(self.render(messages), sampling, param="messages").aresult()
-
-    def stream_generate(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
-        """Complete ``prompt`` bit by bit: iterate the result with ``for`` or ``async for``."""
-        return self._start(prompt, sampling)
-
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Stream:
-        """Answer a chat bit by bit: iterate the result with ``for`` or ``async for``."""
-        return self._start(self.render(messages), sampling, param="messages")
-
-    def pin(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        ttl_s: float | None = None,
-        name: str | None = None,
-        **origin: Any,
-    ) -> Kept:
-        """Compute ``prompt``, as far as it is not resident, and pin it; wait for that.
-
-        It stays until it was not used for ``ttl_s`` seconds; None: until it is unpinned
-        (``engine.pins``). ``origin`` are fields of Origin. The answer says how much was granted.
-        """
-        asked_by = take_origin(origin)
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
-        params = sampling_params({"max_tokens": 1, "temperature": 0.0} | origin)
-        keep = Keep(len(ids), ttl_s, name)
-        return self.submit(ids, params, origin=asked_by, keeps=[keep]).result().kept[0]
 
     def submit(
         self,
@@ -314,7 +157,7 @@ class Engine:
             len(prompt_token_ids), params, param=param, kept_blocks=kept
         )
         adapter = self.adapters.find(origin.adapter)
-        self._enter(params.n, origin.tenant)
+        self._gate.enter(params.n, origin)
         try:
             stream = Stream(
                 request_id or f"req-{uuid.uuid4().hex}",
@@ -322,7 +165,7 @@ class Engine:
                 params.n,
                 deterministic=self.config.deterministic,
                 abort=self._core.abort,
-                done=partial(self._leave, origin.tenant),
+                done=partial(self._gate.leave, origin),
             )
             stream.explain = explain
             request = Request(
@@ -350,7 +193,7 @@ class Engine:
             request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
             self._core.submit(request)
         except BaseException:
-            self._leave(origin.tenant, params.n)
+            self._gate.leave(origin, params.n)
             raise
         return stream
 
@@ -393,8 +236,7 @@ class Engine:
     def set_tenant_share(self, tenant: str, share: TenantShare) -> None:
         """Give ``tenant`` (``Origin.tenant``) a weight and limits, for what is submitted from now
         on and for what waits. Never blocks; takes effect within one step."""
-        with self._changed:
-            self._shares[tenant] = share
+        self._gate.set_share(tenant, share)
         self._core.set_tenant(tenant, share)
 
     def set_cache_shares(self, shares: Mapping[str, tuple[int | None, int]]) -> Future[None]:
@@ -448,19 +290,12 @@ class Engine:
 
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for the rest; True if all ended in time."""
-        self._draining = True
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while self._in_flight and self.alive:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, 0.5))
-        return self._in_flight == 0
+        self._gate.close()
+        return self._gate.wait_until_empty(timeout_s, unless=lambda: not self.alive)
 
     def close(self) -> None:
         """End the engine thread; what still runs gets an EngineDead. Idempotent."""
-        self._draining = True
+        self._gate.close()
         self._core.close()
 
     def __enter__(self) -> Engine:
@@ -508,45 +343,6 @@ class Engine:
             max_tokens=request.max_tokens,
         )
         return sampler, output
-
-    def _start(
-        self, prompt: str | Sequence[int], sampling: dict[str, Any], param: str = "prompt"
-    ) -> Stream:
-        origin = take_origin(sampling)
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return self.submit(ids, sampling_params(sampling), origin=origin, param=param)
-
-    def _enter(self, num_choices: int, tenant: str) -> None:
-        limit = self.config.max_num_seqs + self.config.max_queue
-        with self._changed:
-            if self._draining:
-                raise EngineDead("the engine is shutting down")
-            if self._in_flight and self._in_flight + num_choices > limit:
-                self._core.counters.rejected += 1
-                raise Overloaded(
-                    f"{self._in_flight} choices run or wait, and {limit} may; try again later",
-                    retry_after_s=1,
-                )
-            share, mine = self._shares.get(tenant, DEFAULT_SHARE), self._in_flight_of[tenant]
-            if mine and share.max_waiting is not None:
-                running = share.max_running or self.config.max_num_seqs
-                if mine + num_choices > running + share.max_waiting:
-                    self._core.counters.rejected += 1
-                    raise Overloaded(
-                        f"your limits are max_running {running} and max_waiting "
-                        f"{share.max_waiting}: {mine} choices run or wait; try again later",
-                        retry_after_s=1,
-                    )
-            self._in_flight += num_choices
-            self._in_flight_of[tenant] += num_choices
-
-    def _leave(self, tenant: str, num_choices: int) -> None:
-        with self._changed:
-            self._in_flight -= num_choices
-            self._in_flight_of[tenant] -= num_choices
-            if not self._in_flight_of[tenant]:
-                del self._in_flight_of[tenant]
-            self._changed.notify_all()
 
 
 def _share_prompt(then: Callable[[], None], first: Choice) -> None:

@@ -82,7 +82,8 @@ def explain(
 
 
 def explain_admission(
-    scheduler: Scheduler,
+    cache: PrefixCache,
+    running: Iterable[requests.Sequence],
     sequence: requests.Sequence,
     found_tokens: int,
     *,
@@ -97,14 +98,13 @@ def explain_admission(
     num_tokens = sequence.num_tokens
     if not request.may_read_cache:
         return _nothing(request.identity, num_tokens, {DISABLED: num_tokens})
-    found = scheduler.cache.explain(request.identity, tokens, context=context)
+    found = cache.explain(request.identity, tokens, context=context)
     reasons, resident = dict(found.reasons), found.resident_tokens
     if found_tokens < resident:
         reasons[NO_ROOM] = reasons.get(NO_ROOM, 0) + resident - found_tokens
         resident = found_tokens
-    others = [other for other in scheduler.running if other.request is not request]
-    block_size = scheduler.cache.block_size
-    coming = in_flight(others, request.identity, tokens, resident, block_size)
+    others = [other for other in running if other.request is not request]
+    coming = in_flight(others, request.identity, tokens, resident, cache.block_size)
     if coming:
         _take(reasons, coming)
         reasons[IN_FLIGHT] = coming
@@ -140,7 +140,7 @@ def _usable(cache: PrefixCache, identity: CacheIdentity, tokens: bytes, resident
     """Of ``resident``, the tokens that fit beside the room for all of the prompt.
 
     Where nothing runs a request must start now, so admission gives up a partial block, or all,
-    rather than wait (``Scheduler._try_open``). It can only matter in a pool that is nearly full of
+    rather than wait (``Starter._try_open``). It can only matter in a pool that is nearly full of
     what cannot be evicted, or hardly larger than the prompt.
     """
     size, tenant = cache.block_size, identity.namespace.tenant

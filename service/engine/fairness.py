@@ -93,6 +93,8 @@ class Account:
 
     # Since the start.
     requests: int = 0
+    rejected: int = 0
+    """Requests that were never let in."""
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     prompt_tokens_found_later: int = 0

@@ -62,3 +62,17 @@ def keep(lookups: list[Lookup], lookup: Lookup) -> None:
     if len(lookups) >= MAX_LOOKUPS:
         del lookups[1]
     lookups.append(lookup)
+
+
+def stopped_by(taken: int, found: int, queried: int, *, reads: bool, on_host: bool) -> Stopped:
+    """Return why no more than ``taken`` of ``queried`` tokens came from the device's blocks.
+
+    ``found``: tokens that were resident; ``on_host``: some that follow are in host memory.
+    """
+    if not reads:
+        return "off"
+    if taken == queried - 1:
+        return "last_token"
+    if on_host:
+        return "host"
+    return "no_room" if taken < found else "not_resident"

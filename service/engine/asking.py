@@ -1,0 +1,86 @@
+"""The ways to ask an engine: text or chat; waiting, awaiting, or reading along.
+
+All of them come down to ``submit``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from radixkv.service.engine.keep import Keep, Kept
+from radixkv.service.engine.origin import LOCAL, Origin, take_origin
+from radixkv.service.engine.params import Generation, SamplingParams, sampling_params
+from radixkv.service.engine.served import Served
+from radixkv.service.engine.stream import Stream
+
+
+class Asking(Served, ABC):
+    """What an Engine can be asked, in the caller's words."""
+
+    @abstractmethod
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        origin: Origin = LOCAL,
+        param: str = "prompt",
+        keeps: Sequence[Keep] = (),
+    ) -> Stream:
+        """Queue a request; never blocks."""
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
+        """Complete ``prompt`` (text or token ids) and wait for it.
+
+        ``sampling`` are fields of SamplingParams and of Origin: ``salt="x"`` keeps to a part of the
+        cache that is private.
+        """
+        return self._start(prompt, sampling).result()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
+        """Answer a chat and wait for it; ``sampling`` as in ``generate``."""
+        return self._start(self.render(messages), sampling, param="messages").result()
+
+    async def agenerate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
+        """Complete ``prompt`` without blocking the event loop; cancelling it aborts the request."""
+        return await self._start(prompt, sampling).aresult()
+
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
+        """Answer a chat without blocking the event loop."""
+        return await self._start(self.render(messages), sampling, param="messages").aresult()
+
+    def stream_generate(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
+        """Complete ``prompt`` bit by bit: iterate the result with ``for`` or ``async for``."""
+        return self._start(prompt, sampling)
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Stream:
+        """Answer a chat bit by bit: iterate the result with ``for`` or ``async for``."""
+        return self._start(self.render(messages), sampling, param="messages")
+
+    def pin(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        ttl_s: float | None = None,
+        name: str | None = None,
+        **origin: Any,
+    ) -> Kept:
+        """Compute ``prompt``, as far as it is not resident, and pin it; wait for that.
+
+        It stays until it was not used for ``ttl_s`` seconds; None: until it is unpinned
+        (``engine.pins``). ``origin`` are fields of Origin. The answer says how much was granted.
+        """
+        asked_by = take_origin(origin)
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0} | origin)
+        keep = Keep(len(ids), ttl_s, name)
+        return self.submit(ids, params, origin=asked_by, keeps=[keep]).result().kept[0]
+
+    def _start(
+        self, prompt: str | Sequence[int], sampling: dict[str, Any], param: str = "prompt"
+    ) -> Stream:
+        origin = take_origin(sampling)
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return self.submit(ids, sampling_params(sampling), origin=origin, param=param)
