@@ -78,7 +78,8 @@ async def unload_adapter(request: web.Request) -> web.Response:
     require_admin(request)
     body = await read_body(request, UnloadAdapterRequest)
     engine = request.app[SERVING].engine
-    adapter = engine.adapters.unload(body.lora_name)
+    # In a thread, for it waits while another adapter is being loaded.
+    adapter = await asyncio.to_thread(engine.adapters.unload, body.lora_name)
     reply: UnloadedReply = {
         "id": f"{engine.model_name}:{adapter.name}",
         "object": "model",

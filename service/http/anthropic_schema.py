@@ -9,7 +9,13 @@ from pydantic import BeforeValidator, Field
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.params import SamplingParams
-from radixkv.service.http.fields import MAX_STOPS, OriginFields, RadixKVOptions, Strict
+from radixkv.service.http.fields import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    OriginFields,
+    RadixKVOptions,
+    Strict,
+)
 from radixkv.service.http.marks import AutomaticFields, CacheControl, Mark, Part, marks_of
 from radixkv.service.http.messages import Message
 from radixkv.service.http.unsupported import ANTHROPIC, Unsupported, refuse_unsupported
@@ -125,8 +131,8 @@ class MessagesRequest(CountTokensRequest, OriginFields):
     temperature: float | None = Field(None, ge=0, le=1, description="Default 1; 0 is greedy.")
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31, description="0 keeps every token.")
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        None, max_length=MAX_STOPS, description="Strings that end the answer, never shown."
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] | None = (
+        Field(None, max_length=MAX_STOPS, description="Strings that end the answer, never shown.")
     )
     stream: bool | None = Field(None, description="Answer with server-sent events.")
     metadata: dict[str, Any] | None = Field(

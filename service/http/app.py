@@ -68,7 +68,10 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _post("/v1/cache/prewarm", prewarm),
             _get("/v1/cache/stats", cache_stats),
             _post("/v1/cache/explain", cache_explain),
-            _get("/v1/cache/events", cache_events),
+            # A HEAD would be answered for ever, without a body by which its client could tell.
+            web.get(
+                "/v1/cache/events", cache_events, allow_head=False, expect_handler=answer_expect
+            ),
             _get("/v1/cache/tree", cache_tree),
             _post("/v1/cache/reset", cache_reset),
             _post("/reset_prefix_cache", cache_reset),

@@ -21,6 +21,8 @@ _READ_TIMEOUT_S = 60.0
 # Validating a list of half a million token ids takes tens of milliseconds, which other streams
 # would feel: such a body is parsed in a thread.
 _INLINE_BYTES = 128 * 1024
+MAX_NESTING = 64
+"""Objects and arrays within each other; templates and digests walk what they are given."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -57,11 +59,13 @@ def parse_body(raw: bytes, model: type[Model]) -> Model:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse strict JSON: UTF-8, no NaN, no repeated names, no lone surrogates."""
+    """Parse strict JSON: UTF-8, no NaN, no repeated names, no lone surrogates, not too deep."""
     try:
         value = json.loads(
             raw.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_repeats
         )
+        if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:  # else it cannot be too deep
+            _check_nesting(value)
         if _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as e:
@@ -79,6 +83,15 @@ def parse_json(raw: bytes) -> Any:
     except ValueError as e:
         raise InvalidRequest(f"the body is not JSON that we accept: {e}") from None
     return value
+
+
+def _check_nesting(value: Any) -> None:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise RecursionError
+        level = [x for item in level for x in (item.values() if type(item) is dict else item)]
 
 
 def _no_constant(name: str) -> Any:

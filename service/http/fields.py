@@ -19,6 +19,8 @@ from radixkv.service.http.auth import caller_of
 from radixkv.service.http.model_ids import MODEL_IDS
 
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+"""Of one string; what is prepared and remembered for it grows with its length."""
 MAX_BIASES = 1024
 
 
@@ -30,6 +32,8 @@ def _stop_list(value: object) -> object:
         raise ValueError("wanted a string or a list of strings")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"has {len(stops)} strings; at most {MAX_STOPS} are accepted")
+    if any(len(s) > MAX_STOP_CHARS for s in stops):
+        raise ValueError(f"has a string of more than {MAX_STOP_CHARS} characters")
     return stops
 
 

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,8 +42,8 @@ class RequestLine:
     tenant: str | None = None
     """Who called, if callers have keys here."""
     streams: list[Stream] = field(default_factory=list)
-    num_paid: int = 0
-    """Prompts that its tenant was charged for and that are not submitted yet."""
+    paid: deque[int] = field(default_factory=deque)
+    """Tokens of each prompt that its tenant was charged for and that is not submitted yet."""
 
     def fields(self) -> dict[str, object]:
         """Return the line's fields; those of tokens only if tokens were asked for."""

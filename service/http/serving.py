@@ -200,7 +200,7 @@ class Serving:
         limits = caller_of(request).limits
         if limits is not None:
             limits.admit(sum(map(len, prompts)), len(prompts) * n)
-            line_of(request).num_paid += len(prompts)
+            line_of(request).paid.extend(map(len, prompts))
 
     def submit(
         self,
@@ -218,9 +218,10 @@ class Serving:
         if self.draining:
             raise ShuttingDown
         line, caller = line_of(request), caller_of(request)
-        if line.num_paid == 0:
+        if not line.paid:
             self.admit(request, [token_ids], params.n)
-        line.num_paid = max(0, line.num_paid - 1)
+        if line.paid:  # and not where nobody pays
+            line.paid.popleft()
         try:
             stream = self.engine.submit(
                 token_ids,
@@ -259,6 +260,9 @@ class Serving:
                 if stream.finished:
                     self.metrics.observe(stream, line.started_s)
                 stream.abort()
+            if caller.limits is not None:  # what a list of prompts paid for and did not come to
+                caller.limits.give_back(sum(line.paid))
+                line.paid.clear()
             self._one_ended.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
