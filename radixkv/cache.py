@@ -64,7 +64,7 @@ class PrefixCache:
         self.tree = RadixTree(self.pool, block_size)
         self.accounts = self.tree.accounts
         self.pins = Pins(self, clock)
-        self.ghosts = Ghosts(self.tree.stride)
+        self.ghosts = Ghosts(self.tree)
         self.residency = Residency(num_blocks, self.tree.stride, clock)
         self._public = PublicPrefixes()
         self._live: set[Holder] = set()
@@ -72,16 +72,19 @@ class PrefixCache:
         self._partial = 0
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
-        self.tree.on_evict = self._evicting
+        self.tree.on_evict = self.ghosts.note
         self.tree.on_release = self.residency.released
 
-    def _evicting(self, leaf: Node, keep: int) -> None:
-        """Note what is about to be evicted."""
-        self.ghosts.note(leaf, keep, self.tree.clock)
-        residency = self.residency
-        residency.until_eviction -= 1
-        if not residency.until_eviction:
-            residency.evicting(leaf, keep)
+    def _look(self, node: Node | None, depth: int) -> None:
+        """Look at what an acquire has found, and at what is published and evicted next."""
+        self.residency.found(node, depth)
+        self.tree.on_publish = self.residency.published
+        self.tree.on_evict = self._look_at_evicted
+
+    def _look_at_evicted(self, leaf: Node, keep: int) -> None:
+        self.tree.on_evict = self.ghosts.note
+        self.ghosts.note(leaf, keep)
+        self.residency.evicting(leaf, keep)
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -113,8 +116,7 @@ class PrefixCache:
         residency = self.residency
         residency.until_find -= 1
         if not residency.until_find:
-            residency.found(node, len(ids))
-            self.tree.on_publish = residency.published
+            self._look(node, len(ids))
         if node is not None:
             self.tree.hold(node, len(ids))
         tenant = identity.namespace.tenant
@@ -279,7 +281,7 @@ class PrefixCache:
             )
         self.pins.drop_all()
         roots = [root for account in self.accounts for root in account.roots]
-        self.ghosts.note_all(roots, self.tree.clock)
+        self.ghosts.note_all(roots)
         self.residency.forget()
         self._resets += 1
         return self.tree.clear()

@@ -14,6 +14,7 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.identity.paths import PathHash, begin_path
 from radixkv.nodes import Node, Root
 from radixkv.tokens import TOKEN_BYTES, common_bytes
+from radixkv.tree import RadixTree
 
 _RECORD = 256  # bytes that a run takes beside its tokens
 _PLACES = 256  # ends of edges whose path's digest is kept, lest each child makes it anew
@@ -99,17 +100,18 @@ class Ghosts:
 
     def __init__(
         self,
-        stride: int,
+        tree: RadixTree,
         *,
         max_bytes: int = 1 << 20,
         max_total_bytes: int = 1 << 25,
     ) -> None:
-        """``stride``: bytes of a block's tokens.
+        """Of what goes from ``tree``.
 
         Each tenant has ``max_bytes``, or an equal part of ``max_total_bytes`` if that is less, so
         none can silence another; a run takes 256 bytes and its tokens.
         """
-        self._stride = stride
+        self._tree = tree
+        self._stride = tree.stride
         self._max_bytes = self._limit = max_bytes
         self._max_total_bytes = max_total_bytes
         self._accounts: dict[str | None, _Account] = {}
@@ -131,13 +133,13 @@ class Ghosts:
 
     # -- noting ------------------------------------------------------------------------------------
 
-    def note(self, leaf: Node, keep: int, when: int) -> None:
+    def note(self, leaf: Node, keep: int) -> None:
         """Note that ``leaf`` is about to lose all its blocks but the first ``keep``."""
         start = leaf.start
         if self._leaf is leaf and self._end == start + len(leaf.blocks) and self._start == start:
             # It is cut further: of the same key less was kept.
             cut = self._cut
-            cut[2], cut[4] = keep, when
+            cut[2], cut[4] = keep, self._tree.clock
             self._end = start + keep
             return
         parent = leaf.parent
@@ -146,13 +148,13 @@ class Ghosts:
             place = self._place(parent)  # type: ignore[arg-type]
         key, account = leaf.key, place[3]
         self._leaf, self._start, self._end = leaf, start, start + keep
-        self._cut = [place, key, keep, start, when]
-        account.noted.append(self._cut)
+        self._cut = cut = [place, key, keep, start, self._tree.clock]
+        account.noted.append(cut)
         account.num_bytes += len(key) + _RECORD
         if account.num_bytes > self._limit:
             account.trim(self._limit)
 
-    def note_all(self, roots: Iterable[Root], when: int) -> None:
+    def note_all(self, roots: Iterable[Root]) -> None:
         """Note that everything below ``roots`` is about to go; where it is too much, ends first."""
         room: dict[int, int] = {}
         for root in roots:
@@ -163,7 +165,7 @@ class Ghosts:
                 for child in (node.children or {}).values():
                     left -= len(child.key) + _RECORD
                     if left > 0:
-                        self.note(child, 0, when)
+                        self.note(child, 0)
                         nodes.append(child)
                 room[id(account)] = left
         self._leaf = None

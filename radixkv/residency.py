@@ -7,11 +7,12 @@ the same. It samples: it looks at one in so many, and its memory is bounded.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from radixkv.blocks import BlockIds
 from radixkv.nodes import UNUSED, Node
@@ -22,14 +23,13 @@ BOUNDS_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 8640
 QUANTILES = (0.5, 0.9, 0.99)
 SERIES = ("lifetime", "idle", "reuse_gap")
 
-# One in so many is looked at; primes, lest they fall in with a rhythm of the requests.
-_RUNS = 11  # that are evicted
-_FINDS = 17  # of acquire
+_FINDS = 16  # one acquire in so many is looked at, on average: at random, lest it miss a rhythm
 _TRACKED = 1024  # blocks whose birth is known, at most
 _CHILDREN = 32  # of a node, that are asked when it was used last
 
 
-class Histogram(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Histogram:
     """Durations by length: ``counts[i]`` do not exceed ``bounds_s[i]``; ``count`` is all."""
 
     bounds_s: tuple[float, ...]
@@ -56,7 +56,8 @@ class Residency:
         self.clock = clock
         self._stride = stride
         self._marks = Marks()
-        self.until_find = self.until_eviction = 1
+        self.until_find = 1
+        self._random = random.Random(num_blocks)
         self._marked = -math.inf
         self._num_births = 0
         # Block -> when it was published, with which tokens, as one of how many: it may have come to
@@ -98,9 +99,8 @@ class Residency:
     def evicting(self, leaf: Node, keep: int) -> None:
         """Look at what goes as ``leaf`` is to lose all its blocks but the first ``keep``.
 
-        To be called when ``until_eviction``, which counts runs down, is 0.
+        To be called once after each ``found``.
         """
-        self.until_eviction = _RUNS
         now = self.clock()
         since = self._marks.when(count_of(leaf.used))
         if since is not None:
@@ -120,7 +120,7 @@ class Residency:
 
         To be called before it is held, when ``until_find``, which counts them down, is 0.
         """
-        self.until_find = _FINDS
+        self.until_find = self._random.randrange(1, 2 * _FINDS)
         idle = None if node is None else self.idle_of(node, depth)
         if idle is not None:
             self.reuse_gap.add(idle)
