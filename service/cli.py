@@ -17,6 +17,7 @@ from rich.console import Console
 
 import radixkv
 from radixkv.errors import RadixKVError
+from radixkv.service.cli_batch import batch
 from radixkv.service.cli_size import simulate_app, size
 from radixkv.service.cli_tenants import tenants_app
 from radixkv.service.config import Settings, is_loopback, load_settings
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(simulate_app, name="simulate")
 app.command()(size)
+app.command()(batch)
 _MODEL, _CACHE, _LIMITS, _SERVER = "Model", "Cache", "Limits", "Server"
 
 
