@@ -52,6 +52,8 @@ class TenantsFile:
         """Read the file now; False, and a line in the log, if it cannot be used."""
         self._seen = _version(self.file)
         try:
+            if self._seen is not None and self._seen[1] == 0:  # some editors empty it, then write
+                raise InvalidConfig(f"tenants file {self.file} is empty")
             roster = read_tenants(self.file)
             use(roster)
         except InvalidConfig as e:

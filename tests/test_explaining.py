@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from radixkv.explain import Explanation
 from radixkv.service.engine.engine import Engine
 from radixkv.service.engine.explaining import DISABLED, IN_FLIGHT, Explained
 from radixkv.service.engine.origin import Origin
@@ -170,3 +171,17 @@ def test_what_a_running_request_computes_now_is_in_flight() -> None:
     assert stream.finished
     told = explain(rig.core.scheduler, identity, encode([*prompt[:30], 9, 9]))
     assert (told.resident_tokens, IN_FLIGHT in told.reasons) == (30, False)
+
+
+def test_a_reason_that_comes_twice_in_a_prompt_counts_whole(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted, then expired, then evicted again: the account once lost the first, and the engine
+    its life."""
+    account = (("evicted", 16), ("expired", 16), ("evicted", 7), ("last_token", 1))
+    told = Explanation(num_tokens=40, resident_tokens=0, reasons=account)
+    monkeypatch.setattr(engine._core.cache, "explain", lambda *args, **kwargs: told)
+    ids = list(range(3, 43))
+    check(engine.cache.explain(ids, origin=A), ids)
+    assert cached(engine, ids, A) == 0
+    assert engine.alive

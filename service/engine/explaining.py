@@ -66,7 +66,7 @@ def explain(
     if not may_read:
         return _nothing(identity, num_tokens, {DISABLED: num_tokens})
     found = cache.explain(identity, tokens, context=SIBLING_TOKENS)
-    reasons = dict(found.reasons)
+    reasons = _by_reason(found)
     resident = found.resident_tokens
     if not scheduler.running:
         usable = _usable(cache, identity, tokens, resident)
@@ -99,7 +99,7 @@ def explain_admission(
     if not request.may_read_cache:
         return _nothing(request.identity, num_tokens, {DISABLED: num_tokens})
     found = cache.explain(request.identity, tokens, context=context)
-    reasons, resident = dict(found.reasons), found.resident_tokens
+    reasons, resident = _by_reason(found), found.resident_tokens
     if found_tokens < resident:
         reasons[NO_ROOM] = reasons.get(NO_ROOM, 0) + resident - found_tokens
         resident = found_tokens
@@ -163,6 +163,14 @@ def _newly_held(cache: PrefixCache, identity: CacheIdentity, tokens: bytes, limi
         count += max(0, on_edge - node.num_held())
         node = node.parent
     return count
+
+
+def _by_reason(found: Explanation) -> dict[str, int]:
+    """Add up the tokens of each reason, which may stand at several places of the prompt."""
+    sums: dict[str, int] = {}
+    for reason, num_tokens in found.reasons:
+        sums[reason] = sums.get(reason, 0) + num_tokens
+    return sums
 
 
 def _take(reasons: dict[str, int], num_tokens: int) -> None:
