@@ -24,6 +24,8 @@ WORDS = ("the", "hello", "and", "you", "system", "user", "assistant", "to", "of"
 _COUNT = "/v1/messages/count_tokens"
 AT_ONCE = 32
 PATIENCE_S = 60.0
+MAX_WRONG = 20
+"""When so much went wrong, no more is sent."""
 BAD: tuple[tuple[str, bytes | dict[str, Any]], ...] = (
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hello"}'),
     ("/v1/chat/completions", {"messages": []}),
@@ -205,6 +207,8 @@ class Crowd:
             timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
             async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
                 for _ in left:
+                    if len(self.ledger.wrong) >= MAX_WRONG:
+                        return
                     await self._one(session, self._traffic.draw())
 
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
