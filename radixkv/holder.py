@@ -174,11 +174,11 @@ class Holder:
         assert self._node is not None and at == self._depth - 1
         node = self._node.at(self._depth)
         if node.key:
-            node = disown(self._cache.tree, node, self._depth)
+            above = disown(self._cache.tree, node, self._depth)
         else:
             node.locks = 0  # its hold on the path before it is ours
-            node = node.above() if at else node
-        self._node = node if at else None
+            above = node.above() if at else node
+        self._node = above if at else None
         self._depth = self._num_in = at
 
     def _hold_with(self, other: Holder) -> bool:

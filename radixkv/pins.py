@@ -6,6 +6,7 @@ A pin holds what is resident when it is made, as a lease does: it computes nothi
 
 from __future__ import annotations
 
+import builtins
 import heapq
 import time
 from collections.abc import Callable, MutableMapping
@@ -319,13 +320,13 @@ class Pins:
         else:
             self._budgets[owner] = blocks
 
-    def list(self, owner: str | None = None) -> list[Pin]:
+    def list(self, owner: str | None = None) -> builtins.list[Pin]:
         """Return the pins of ``owner``, or all, the oldest first."""
         self.expire()
         mine = self._held if owner is None else self._of_owner.get(owner, {})
         return [held.shown() for held in mine.values()]
 
-    def check(self) -> list[str]:
+    def check(self) -> builtins.list[str]:
         """Return each broken invariant in words. O(blocks pinned)."""
         wrong = []
         blocks, blocks_of, accounts = (

@@ -70,7 +70,7 @@ class Watched:
         self.probe = probe
         self.seen: list[torch.Tensor] = []
         self._forward = self.engine._core.runner.forward
-        self.engine._core.runner = self
+        self.engine._core.runner = self  # type: ignore[assignment]  # only forward is called
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Run the step; note rows of sequences as long as the probe, and as nobody else."""

@@ -48,7 +48,7 @@ def test_whatever_is_left_out_is_in_the_sums(seed: int, depth: int, limit: int) 
     assert sum(root.subtree_tokens for root in roots) == cache.stats().cached_tokens
     drawn = [node for node in found.nodes if node.kind != "other"]
     assert len(drawn) <= limit
-    levels = {None: -1}
+    levels: dict[int | None, int] = {None: -1}
     for node in found.nodes:
         assert node.parent is None or node.parent < node.id
         levels[node.id] = levels[node.parent] + 1

@@ -50,6 +50,11 @@ def named_events(server: RunningServer, body: dict[str, Any]) -> list[dict[str, 
     return found
 
 
+def text_of(message: Any) -> str:
+    """The text of an answer that is one block of text."""
+    return str(message.content[0].text)
+
+
 def whole(usage: Any) -> int:
     return int(
         usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
@@ -101,11 +106,11 @@ def test_usage_parts_the_prompt_into_what_was_read_and_the_rest(
 def test_the_reason_of_the_end_is_told_in_their_words(client: anthropic.Anthropic) -> None:
     long = client.messages.create(**GREEDY, max_tokens=24)
     assert (long.stop_reason, long.stop_sequence) == ("max_tokens", None)
-    text = long.content[0].text  # type: ignore[union-attr]
+    text = text_of(long)
     stop = text[4:6]
     cut = client.messages.create(**GREEDY, max_tokens=24, stop_sequences=["never said", stop])
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
-    assert cut.content[0].text == text[: text.index(stop)]  # type: ignore[union-attr]
+    assert text_of(cut) == text[: text.index(stop)]
     for seed in range(200):  # the end token is one of some 300, drawn sooner or later
         ended = client.messages.create(
             model="tiny", messages=HI, max_tokens=64, extra_body={"seed": seed}
@@ -147,7 +152,7 @@ def test_their_client_puts_a_stream_together(client: anthropic.Anthropic) -> Non
     with client.messages.stream(**GREEDY, max_tokens=12) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert final.content[0].text == text == said.content[0].text  # type: ignore[union-attr]
+    assert text_of(final) == text == text_of(said)
     assert final.stop_reason == said.stop_reason
     assert final.usage.output_tokens == 12
     assert whole(final.usage) == whole(said.usage)
@@ -157,7 +162,7 @@ def test_a_stop_sequence_is_never_shown_in_a_stream(
     server: RunningServer, client: anthropic.Anthropic
 ) -> None:
     """STREAM-1"""
-    text = client.messages.create(**GREEDY, max_tokens=24).content[0].text  # type: ignore[union-attr]
+    text = text_of(client.messages.create(**GREEDY, max_tokens=24))
     stop = text[6:9]
     events = named_events(server, RAW | {"max_tokens": 24, "stop_sequences": [stop]})
     shown = "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
@@ -166,7 +171,7 @@ def test_a_stop_sequence_is_never_shown_in_a_stream(
 
 
 def test_turns_of_one_role_are_one_and_the_last_may_be_continued(server: RunningServer) -> None:
-    split = [
+    split: list[dict[str, object]] = [
         {"role": "user", "content": "hello"},
         {"role": "user", "content": [{"type": "text", "text": "you"}]},
         {"role": "assistant", "content": "the answer"},

@@ -299,7 +299,8 @@ def test_a_tail_that_others_wait_to_copy_is_not_published_anew_until_they_have()
     with begin(cache, [1, 2, 3, 9]) as longer:
         fill(longer, 1)
         longer.publish(encode([1, 2, 3]), tail=True)
-    evict(cache.tree, 1, cache.accounts.of(None))  # the longer one, which had taken the place of ours
+    # The longer one goes, which had taken the place of ours.
+    evict(cache.tree, 1, cache.accounts.of(None))
     table.publish(encode([1, 2]), tail=True)
     assert cache.cached_blocks == 0 and cache.check() == []
     waiting.release()

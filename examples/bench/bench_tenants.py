@@ -180,7 +180,7 @@ def explanations(size: Size) -> dict[str, Any]:
     """(d) A look-up of 2,048 tokens in a tree of 10k nodes, alone and between explanations."""
     rng = random.Random(3)
     cache, identity = PrefixCache(400_000, 16), CacheIdentity.local("bench")
-    prompts = []
+    prompts: list[list[int]] = []
     for _ in range(2_500):
         start = rng.choice(prompts)[: 64 * rng.randrange(1, 60)] if len(prompts) > 99 else []
         prompts.append(start + [rng.choice(VOCAB) for _ in range(2048 - len(start))])

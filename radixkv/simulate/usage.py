@@ -60,11 +60,12 @@ class Meter:
         steady = self._time[True] > 0
         time = self._time[steady] or 1.0
         tokens, reserved, internal, batch, logical = (n / time for n in self._sums[steady])
-        shares = [n / self._capacity for n in (tokens, reserved, internal)]
         return Usage(
             self._strategy,
-            *shares,
-            external=1.0 - sum(shares),
+            tokens=tokens / self._capacity,
+            reserved=reserved / self._capacity,
+            internal=internal / self._capacity,
+            external=1.0 - (tokens + reserved + internal) / self._capacity,
             batch=batch,
             preemptions=self.preemptions,
             logical=logical / self._capacity,
