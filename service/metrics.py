@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from radixkv.service.tenant_metrics import TenantCounters
 
 if TYPE_CHECKING:
+    from radixkv.service.engine.counters import EngineStats
     from radixkv.service.engine.engine import Engine
     from radixkv.service.engine.stream import Stream
 
@@ -181,6 +182,7 @@ class EngineCollector(Collector):
         sources.add_metric((model, "local_compute"), stats.prompt_tokens_computed_total)
         sources.add_metric((model, "local_cache_hit"), found)
         yield sources
+        yield from _of_preemptions(stats, model)
         for name, (series, text) in _RESIDENCY.items():
             histogram = self._engine.cache.residency.get(series)
             if histogram is None:
@@ -239,6 +241,43 @@ class EngineCollector(Collector):
         )
         info.add_metric((model, *map(str, about.values())), 1)
         yield info
+
+
+def _of_preemptions(stats: EngineStats, model: str) -> Iterator[Metric]:
+    """What became of the KV of sequences that were put back."""
+    kinds = CounterMetricFamily(
+        PREFIX + "preemptions_by_kind",
+        "Running sequences put back: their KV kept in host memory, or lost where not cached.",
+        labels=("model_name", "kind"),
+    )
+    for kind, number in stats.preemptions.items():
+        kinds.add_metric((model, kind), number)
+    yield kinds
+    moved = {
+        "swapped_tokens": (
+            "Tokens whose KV was copied to host memory, or back.",
+            stats.swapped_out_tokens_total,
+            stats.swapped_in_tokens_total,
+        ),
+        "swapped_bytes": (
+            "Bytes of KV copied to host memory, or back.",
+            stats.swapped_out_bytes_total,
+            stats.swapped_in_bytes_total,
+        ),
+    }
+    for name, (text, out, back) in moved.items():
+        family = CounterMetricFamily(PREFIX + name, text, labels=("model_name", "direction"))
+        family.add_metric((model, "out"), out)
+        family.add_metric((model, "in"), back)
+        yield family
+    host = {
+        "swap_used_bytes": ("Host memory that preempted sequences take.", stats.swap_used_bytes),
+        "swap_capacity_bytes": ("Host memory that they may take.", stats.swap_capacity_bytes),
+    }
+    for name, (text, level) in host.items():
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
+        gauge.add_metric((model,), level)
+        yield gauge
 
 
 _VLLM = (frozenset(_TIMES) | frozenset(_RESIDENCY)) | {

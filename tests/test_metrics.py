@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.http_server import RunningServer, running_server
 
+KINDS = ("recompute", "swap")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -65,6 +66,11 @@ NAMES = (
     "request_success_total",
     "cache_config_info",
     "kv_blocks",
+    "preemptions_by_kind_total",
+    "swapped_tokens_total",
+    "swapped_bytes_total",
+    "swap_used_bytes",
+    "swap_capacity_bytes",
 )
 
 
@@ -128,26 +134,32 @@ def test_hits_inside_a_block_are_counted_apart(server: RunningServer) -> None:
     assert value(after, name) - value(before, name) == 10
 
 
+def crowd(server: RunningServer) -> tuple[list[Samples], list[dict[str, int]]]:
+    """Ask with eight prompts at once that have nothing in common, and scrape all the while."""
+    prompts = [[3 + (i * 37 + j * 11) % 300 for j in range(40)] for i in range(8)]
+    seen = [scrape(server)]
+    usages: list[dict[str, int]] = []
+
+    def run(prompt: list[int]) -> None:
+        usages.append(complete(server, prompt, max_tokens=40, ignore_eos=True))
+
+    threads = [threading.Thread(target=run, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen.append(scrape(server))
+        server.run(asyncio.sleep(0.02))
+    server.wait_until(server.at_rest)
+    seen.append(scrape(server))
+    return seen, usages
+
+
 def test_preemption_is_counted_apart_and_no_counter_ever_falls() -> None:
     """METRICS-2, METRICS-3: random prompts in a pool that is too small, scraped all the while."""
     with running_server(
         kv_memory="80KiB", lookahead_tokens=0, max_num_seqs=4, swap_memory=0
     ) as server:
-        prompts = [[3 + (i * 37 + j * 11) % 300 for j in range(40)] for i in range(8)]
-        seen = [scrape(server)]
-        usages: list[dict[str, int]] = []
-
-        def run(prompt: list[int]) -> None:
-            usages.append(complete(server, prompt, max_tokens=40, ignore_eos=True))
-
-        threads = [threading.Thread(target=run, args=(prompt,)) for prompt in prompts]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            seen.append(scrape(server))
-            server.run(asyncio.sleep(0.02))
-        server.wait_until(server.at_rest)
-        seen.append(scrape(server))
+        seen, usages = crowd(server)
         for before, after in zip(seen, seen[1:], strict=False):
             for key, was in before.items():
                 if key[0].endswith(("_total", "_bucket", "_count", "_sum")):
@@ -161,6 +173,25 @@ def test_preemption_is_counted_apart_and_no_counter_ever_falls() -> None:
         assert all(u["cached_tokens"] <= u["prompt_tokens"] for u in usages)
         assert value(last, "prefix_cache_queries_total") == 8 * 40
         assert value(last, "invariant_violations_total") == 0
+
+
+def test_preemptions_are_told_by_kind_and_what_is_swapped_by_direction() -> None:
+    """Host memory is taken up to its capacity, and none is when all is over."""
+    with running_server(
+        kv_memory="80KiB", lookahead_tokens=0, max_num_seqs=4, swap_memory="1MiB"
+    ) as server:
+        seen, _ = crowd(server)
+    last = seen[-1]
+    kinds = {kind: value(last, "preemptions_by_kind_total", kind=kind) for kind in KINDS}
+    assert sum(kinds.values()) == value(last, "num_preemptions_total")
+    assert kinds["swap"] > 0, "it is not known yet that computing is cheaper"
+    for name in ("swapped_tokens_total", "swapped_bytes_total"):
+        out, back = (value(last, name, direction=direction) for direction in ("out", "in"))
+        assert out >= back >= 0 and out > 0, name
+    assert {value(samples, "swap_capacity_bytes") for samples in seen} == {2**20}
+    assert all(0 <= value(samples, "swap_used_bytes") <= 2**20 for samples in seen)
+    assert value(last, "swap_used_bytes") == 0
+    assert value(last, "invariant_violations_total") == 0
 
 
 def test_times_are_observed_once_a_request_and_answers_by_route(server: RunningServer) -> None:

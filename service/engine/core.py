@@ -379,13 +379,15 @@ class EngineCore:
             for tenant in changed:
                 shown[tenant] = TenantStats.of(scheduler.fairness.of(tenant))
             self._by_tenant = shown
+        host = self.swapper.pool if self.swapper is not None else None
         return self.counters.snapshot(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             cache=self.cache.stats(),
             pinned_blocks=self.cache.pins.num_blocks,
             by_tenant=self._by_tenant,
-            swap_used_bytes=self.swapper.pool.used_bytes if self.swapper is not None else 0,
+            swap_used_bytes=0 if host is None else host.used_bytes,
+            swap_capacity_bytes=0 if host is None else host.capacity_bytes,
         )
 
     def clear_counters(self) -> None:

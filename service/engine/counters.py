@@ -101,6 +101,8 @@ class EngineStats:
     swapped_in_bytes_total: int
     swap_used_bytes: int
     """Host memory that preempted sequences take now."""
+    swap_capacity_bytes: int
+    """What they may take at most; 0: nothing is swapped."""
     steps_total: int
     violations_total: int
     """Broken invariants seen by a check; anything but 0 is a bug in radixkv (LEAK-2)."""
@@ -205,6 +207,7 @@ class Counters:
         pinned_blocks: int,
         by_tenant: Mapping[str, TenantStats],
         swap_used_bytes: int,
+        swap_capacity_bytes: int,
     ) -> EngineStats:
         """Freeze the counts."""
         return EngineStats(
@@ -236,6 +239,7 @@ class Counters:
             swapped_in_tokens_total=self.swapped_in_tokens,
             swapped_in_bytes_total=self.swapped_in_bytes,
             swap_used_bytes=swap_used_bytes,
+            swap_capacity_bytes=swap_capacity_bytes,
             steps_total=self.steps,
             violations_total=self.violations,
             cache=cache,
