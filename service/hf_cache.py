@@ -109,6 +109,7 @@ class TransformersPrefixCache:
                 Declared(rows, pads, self.model.device),
                 begin,
                 self._pool.read(self._slots(leases, pads, begin)) if begin else [],
+                self,
                 partial(self._end, stamp, leases, tokens, pads.tolist()),
             )
             undo.pop_all()  # the handle has them now
@@ -182,7 +183,8 @@ class TransformersPrefixCache:
             short = table.blocks_needed(n) - self._prefixes.available_to(TENANT)
             if short <= 0:
                 return n
-            n -= short * self.block_size
+            last = (table.num_tokens + n - 1) // self.block_size
+            n = (last + 1 - short) * self.block_size - table.num_tokens
         return 0
 
     def _release_dropped(self) -> None:
@@ -231,8 +233,9 @@ class TransformersPrefixCache:
         if len(prefix) != 1:
             raise InvalidRequest(f"prefix_ids has {len(prefix)} rows; wanted one")
         parts = [rows_of(suffix)[0][0] if len(suffix) else [] for suffix in suffixes]
-        longest = max(map(len, parts), default=0)
-        self._check(prefix.shape[1] + longest)
+        if not parts:
+            return []
+        self._check(prefix.shape[1] + max(map(len, parts)))
         with self.open(prefix, salt=salt) as past:
             found: Scores = score(
                 self.model,
@@ -297,6 +300,6 @@ def _before(
         return None
     given = dict(zip(cache.facts.parameters, args, strict=False)) | kwargs
     past = given.get("cache", given.get("past_key_values"))
-    if not isinstance(past, CachedPast) or not past.watching:
+    if not isinstance(past, CachedPast) or past.owner is not cache or not past.watching:
         return None
     return (), past.before(model, given)

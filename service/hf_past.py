@@ -46,6 +46,7 @@ class CachedPast(DynamicCache):
         declared: Declared,
         begin: int,
         prefix: Sequence[KV | None],
+        owner: object,
         on_end: Callable[[CachedPast, bool], None],
     ) -> None:
         """Begin with ``prefix``, the KV of the first ``begin`` columns of the declared rows.
@@ -66,6 +67,7 @@ class CachedPast(DynamicCache):
         self._begin = self._length = begin
         self._sound: torch.Tensor | None = None
         self._grown: list[torch.Tensor] = []
+        self.owner = owner
         self._on_end = on_end
         self._spread = 1
         self.watching = True
@@ -223,7 +225,8 @@ class CachedPast(DynamicCache):
 
     def _without_prefix(self, given: dict[str, Any]) -> dict[str, Any]:
         """Leave out what is in the cache, if the first call brings all tokens."""
-        if not self._declared.is_whole(given["input_ids"], given.get("position_ids")):
+        ids, positions = given["input_ids"], given.get("position_ids")
+        if not self._declared.is_whole(ids, positions, self._begin):
             return given
         if given.get("labels") is not None or isinstance(given.get("logits_to_keep"), torch.Tensor):
             raise InvalidRequest(

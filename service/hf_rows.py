@@ -74,15 +74,21 @@ class Declared:
         columns = torch.arange(first, last, device=self.ids.device)[None]
         return columns - self.pads[:, None] if self.padded else columns
 
-    def is_whole(self, ids: torch.Tensor, positions: torch.Tensor | None) -> bool:
-        """Tell whether ``ids`` are all the rows from their first token on. Waits for the device."""
-        if ids.shape != self.ids.shape:
+    def is_whole(self, ids: torch.Tensor, positions: torch.Tensor | None, begin: int) -> bool:
+        """Tell whether ``ids`` begin with all the rows, not with what follows column ``begin``.
+
+        Where both could be, positions decide, or else the length. Waits for the device.
+        """
+        rows, columns = self.ids.shape
+        if len(ids) != rows or ids.shape[1] < columns:
+            return False
+        if not bool((ids[:, :columns] == self.ids.to(ids.device)).all()):
             return False
         if positions is not None:
-            ends = (self.num_columns - 1 - self.pads).to(positions.device)
-            if not bool((positions[:, -1] == ends).all()):
-                return False
-        return bool((ids == self.ids.to(ids.device)).all())
+            ends = (ids.shape[1] - 1 - self.pads).to(positions.device)
+            return bool((positions[:, -1] == ends).all())
+        suffix = self.same_ids(ids, begin)
+        return ids.shape[1] == columns or suffix is None or not bool(suffix)
 
     def same_ids(self, ids: torch.Tensor, first: int) -> torch.Tensor | None:
         """Compare ids from column ``first`` on, as far as the rows go; None if not so far."""
