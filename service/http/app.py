@@ -24,6 +24,7 @@ from radixkv.service.http.model_ids import MODEL_IDS
 from radixkv.service.http.models import health, list_models, load, metrics, one_model, version
 from radixkv.service.http.observe import add_headers, observing
 from radixkv.service.http.openapi import openapi
+from radixkv.service.http.pace import PACE, Pace
 from radixkv.service.http.pins import list_pins, pin, prewarm, unpin
 from radixkv.service.http.public import declare_public, list_public, withdraw_public
 from radixkv.service.http.serving import SERVING, Serving
@@ -47,6 +48,7 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
     app[MODEL_IDS] = serving.models
     app[PROMPTS] = PromptMemory()
     app[LISTENERS] = Listeners()
+    app[PACE] = Pace()
     app.on_shutdown.append(end_listening)
     app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(add_limit_headers)

@@ -13,6 +13,7 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from radixkv.service.http.auth import caller_of
+from radixkv.service.http.pace import PACE
 from radixkv.service.http.queries import check_names, flag, whole
 from radixkv.service.http.serving import SERVING
 from radixkv.service.http.sse import json_reply
@@ -91,7 +92,10 @@ async def cache_tree(request: web.Request) -> web.Response:
             ],
         }
 
-    return json_reply(await asyncio.to_thread(look))
+    if caller.is_admin:
+        return json_reply(await asyncio.to_thread(look))
+    async with request.app[PACE].turn(caller.tenant):
+        return json_reply(await asyncio.to_thread(look))
 
 
 def _text(engine: Engine, node: DumpNode) -> str | None:
