@@ -218,6 +218,14 @@ def serve(
             "--open-metrics/--no-open-metrics",
         ),
     ] = None,
+    batch_dir: Annotated[
+        str | None,
+        _option(
+            _SERVER,
+            "Directory in which uploaded files and batches are kept, for /v1/files and "
+            "/v1/batches; default: none, and these are off.",
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         float | None,
         _option(_SERVER, "Seconds that running requests get when told to stop; default 30."),
@@ -363,6 +371,7 @@ def _serve(settings: Settings) -> int:
             inspect_text=settings.inspect_text,
             gate=gate,
             adapter_dir=Path(settings.adapter_dir) if settings.adapter_dir else None,
+            batch_dir=Path(settings.batch_dir) if settings.batch_dir else None,
         )
         server = HttpServer(
             serving,

@@ -50,6 +50,8 @@ class Settings:
     """The same as ``metrics_compat = "vllm"``, by its older name."""
     inspect_text: bool = False
     """Shows admins the text of all tenants' cached prompts; without it only that of their own."""
+    batch_dir: str | None = None
+    """Where uploaded files and batches are kept; without it there are none over HTTP."""
     adapter_dir: str | None = None
     """Lets admins load adapters that lie beneath this directory; without it none over HTTP."""
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -35,12 +36,18 @@ class RunningServer:
     """A server on its own event loop and thread; tests talk to it over its socket."""
 
     def __init__(
-        self, engine: Engine | None, *, max_body: int, ping_s: float, gate: Gate | None = None
+        self,
+        engine: Engine | None,
+        *,
+        max_body: int,
+        ping_s: float,
+        gate: Gate | None = None,
+        batch_dir: Path | None = None,
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.serving, self.server = self.run(self._start(engine, max_body, ping_s, gate))
+        self.serving, self.server = self.run(self._start(engine, max_body, ping_s, gate, batch_dir))
         self.url = self.server.url
 
     @property
@@ -49,9 +56,14 @@ class RunningServer:
         return self.serving.engine
 
     async def _start(
-        self, engine: Engine | None, max_body: int, ping_s: float, gate: Gate | None
+        self,
+        engine: Engine | None,
+        max_body: int,
+        ping_s: float,
+        gate: Gate | None,
+        batch_dir: Path | None,
     ) -> tuple[Serving, HttpServer]:
-        serving = Serving(ping_s=ping_s, vllm_metric_names=True, gate=gate)
+        serving = Serving(ping_s=ping_s, vllm_metric_names=True, gate=gate, batch_dir=batch_dir)
         server = HttpServer(serving, bind("127.0.0.1", 0), max_body=max_body)
         await server.start()
         if engine is not None:
@@ -133,11 +145,18 @@ def parse_events(text: str) -> list[Any]:
 
 @contextmanager
 def running_server(
-    *, max_body: int = 2**20, ping_s: float = 15.0, gate: Gate | None = None, **settings: Any
+    *,
+    max_body: int = 2**20,
+    ping_s: float = 15.0,
+    gate: Gate | None = None,
+    batch_dir: Path | None = None,
+    **settings: Any,
 ) -> Iterator[RunningServer]:
     """Serve a fresh tiny engine with these settings; ``gate``: to whom."""
     with build_engine(**settings) as engine:
-        server = RunningServer(engine, max_body=max_body, ping_s=ping_s, gate=gate)
+        server = RunningServer(
+            engine, max_body=max_body, ping_s=ping_s, gate=gate, batch_dir=batch_dir
+        )
         try:
             yield server
         finally:

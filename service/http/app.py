@@ -8,6 +8,13 @@ from aiohttp.typedefs import Handler, Middleware
 from radixkv.service.http.adapters import load_adapter, unload_adapter
 from radixkv.service.http.anthropic import count_tokens, create_message
 from radixkv.service.http.auth import add_limit_headers, authenticating
+from radixkv.service.http.batches import (
+    cancel_batch,
+    create_batch,
+    keep_batches,
+    list_batches,
+    one_batch,
+)
 from radixkv.service.http.cache_api import cache_reset
 from radixkv.service.http.cache_events import LISTENERS, Listeners, cache_events, end_listening
 from radixkv.service.http.cache_explain import cache_explain
@@ -19,6 +26,13 @@ from radixkv.service.http.dashboard import dashboard
 from radixkv.service.http.diagnostics import PromptMemory
 from radixkv.service.http.errors import errors_to_json
 from radixkv.service.http.extras import PROMPTS
+from radixkv.service.http.files import (
+    delete_file,
+    file_content,
+    list_files,
+    one_file,
+    upload_file,
+)
 from radixkv.service.http.guard import answer_expect, only_loopback_names
 from radixkv.service.http.model_ids import MODEL_IDS
 from radixkv.service.http.models import health, list_models, load, metrics, one_model, version
@@ -50,6 +64,7 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
     app[LISTENERS] = Listeners()
     app[PACE] = Pace()
     app.on_shutdown.append(end_listening)
+    keep_batches(app, serving)
     app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(add_limit_headers)
     app.add_routes(
@@ -64,6 +79,15 @@ def build_app(serving: Serving, *, max_body: int, loopback_only: bool = False) -
             _post("/v1/unload_lora_adapter", unload_adapter),
             _post("/tokenize", tokenize),
             _post("/detokenize", detokenize),
+            _get("/v1/files", list_files),
+            _post("/v1/files", upload_file),
+            _get("/v1/files/{id}", one_file),
+            _get("/v1/files/{id}/content", file_content),
+            _delete("/v1/files/{id}", delete_file),
+            _get("/v1/batches", list_batches),
+            _post("/v1/batches", create_batch),
+            _get("/v1/batches/{id}", one_batch),
+            _post("/v1/batches/{id}/cancel", cancel_batch),
             _get("/v1/cache/pins", list_pins),
             _post("/v1/cache/pin", pin),
             _post("/v1/cache/unpin", unpin),

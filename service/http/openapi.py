@@ -24,6 +24,7 @@ from radixkv.service.http.anthropic_errors import AnthropicError, speaks_anthrop
 from radixkv.service.http.anthropic_replies import MessageEvent, MessageReply, TokenCount
 from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRequest
 from radixkv.service.http.auth import OPEN_PATHS
+from radixkv.service.http.batches import BatchList, BatchReply, BatchRequest
 from radixkv.service.http.cache_api import CacheResetReply
 from radixkv.service.http.cache_events import DroppedReply, EventReply
 from radixkv.service.http.cache_explain import ExplainRequest
@@ -31,6 +32,7 @@ from radixkv.service.http.cache_stats import CacheStatsReply
 from radixkv.service.http.cache_tree import MAX_DEPTH, MAX_NODES, TreeReply
 from radixkv.service.http.errors import ErrorReply
 from radixkv.service.http.explain_shapes import ExplainReply
+from radixkv.service.http.files import FileDeleted, FileList, FileReply
 from radixkv.service.http.pins_schema import (
     PinList,
     PinReply,
@@ -146,6 +148,13 @@ _LIMIT = Query(
     {"type": "integer", "minimum": 1, "maximum": MAX_NODES, "default": 1000},
     "Nodes in full; what is left out below a parent is one entry more.",
 )
+_AFTER = Query("after", {"type": "string"}, "Begin behind the one of this id.")
+_PAGE = Query(
+    "limit",
+    {"type": "integer", "minimum": 1, "maximum": 10000, "default": 100},
+    "How many, the newest first.",
+)
+_PURPOSE = Query("purpose", {"type": "string"}, "Only files of this purpose.")
 _TEXT = Query("text", {"type": "boolean", "default": False}, "Show how edges begin, where allowed.")
 
 ROUTES = (
@@ -169,6 +178,26 @@ ROUTES = (
           TokenizeReply, TokenizeRequest, errors=_BODY_ERRORS),
     Route("post", "/detokenize", "detokenize", "Turn token ids into text", "tokens",
           DetokenizeReply, DetokenizeRequest, errors=_BODY_ERRORS),
+    Route("get", "/v1/files", "listFiles", "List your files", "batches", FileList,
+          errors=(400, 404, 500, 503), query=(_AFTER, _PAGE, _PURPOSE)),
+    Route("post", "/v1/files", "uploadFile",
+          "Upload a file of batch requests (multipart: `purpose` = `batch`, and `file`)", "batches",
+          FileReply, errors=(400, 404, 413, 415, 429, 500, 503)),
+    Route("get", "/v1/files/{id}", "retrieveFile", "Describe a file", "batches", FileReply,
+          errors=(404, 500, 503)),
+    Route("get", "/v1/files/{id}/content", "downloadFile", "Download a file", "batches",
+          errors=(404, 500, 503)),
+    Route("delete", "/v1/files/{id}", "deleteFile", "Delete a file", "batches", FileDeleted,
+          errors=(404, 409, 500, 503)),
+    Route("get", "/v1/batches", "listBatches", "List your batches", "batches", BatchList,
+          errors=(400, 404, 500, 503), query=(_AFTER, _PAGE)),
+    Route("post", "/v1/batches", "createBatch", "Run a file of requests behind other work",
+          "batches", BatchReply, BatchRequest, errors=_BODY_ERRORS),
+    Route("get", "/v1/batches/{id}", "retrieveBatch", "Tell how far a batch is", "batches",
+          BatchReply, errors=(404, 500, 503)),
+    Route("post", "/v1/batches/{id}/cancel", "cancelBatch",
+          "End a batch; what was answered is kept", "batches", BatchReply,
+          errors=(404, 500, 503)),
     Route("get", "/v1/cache/pins", "listPins", "List what is pinned", "cache", PinList),
     Route("post", "/v1/cache/pin", "pinPrompt", "Compute a prompt and pin it", "cache",
           PinReply, PinRequest, errors=(400, 404, 409, 413, 415, 429, 500, 503)),

@@ -73,14 +73,19 @@ class Serving:
         inspect_text: bool = False,
         gate: Gate | None = None,
         adapter_dir: Path | None = None,
+        batch_dir: Path | None = None,
     ) -> None:
         """``gate`` lets callers in; without one everybody who gets here is the local tenant.
 
         ``inspect_text``: admins may read what all tenants have cached. ``adapter_dir``: where
-        admins may load adapters from; None: nowhere.
+        admins may load adapters from; None: nowhere. ``batch_dir``: where files and batches are
+        kept; None: there are none.
         """
         self.models = ModelIds(self)
         self.adapter_dir = adapter_dir
+        self.batch_dir = batch_dir
+        self.on_start: list[Callable[[], None]] = []
+        """Called on the event loop when there is an engine."""
         self.ping_s = ping_s
         self.inspect_text = inspect_text
         self.gate = gate or Gate()
@@ -113,6 +118,8 @@ class Serving:
         self._engine = engine
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         self.metrics.attach(engine)
+        for begin in self.on_start:
+            begin()
 
     def stop(self) -> None:
         """Let go of the threads."""
