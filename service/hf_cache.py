@@ -4,8 +4,8 @@
     with cache.open(input_ids) as past:
         model.generate(input_ids, past_key_values=past)
 
-Knows which blocks a sequence's tokens lie in, and by which identity they are shared; what a layer
-keeps is ``hf_facts``' concern, what a handle may trust is ``hf_past``'s.
+Knows which blocks a sequence's tokens lie in; what a layer keeps is ``hf_facts``' concern, what a
+handle may trust is ``hf_past``'s.
 """
 
 from __future__ import annotations
@@ -73,11 +73,9 @@ class TransformersPrefixCache:
         self._lock = threading.RLock()
         self._identity = ModelIdentity(model, tokenizer, self.facts, block_size)
         self._sequences = self._prompt = self._shared = self._computed = self._stored = 0
-        # Leases of handles that were dropped without being closed: released at the next call.
-        self._dropped: deque[Lease] = deque()
-        hook = model.register_forward_pre_hook(
-            partial(_before, weakref.ref(self)), with_kwargs=True
-        )
+        self._dropped: deque[Lease] = deque()  # of handles never closed
+        before = partial(_before, weakref.ref(self))
+        hook = model.register_forward_pre_hook(before, with_kwargs=True)
         weakref.finalize(self, hook.remove)
 
     # -- handles -----------------------------------------------------------------------------------
@@ -92,8 +90,8 @@ class TransformersPrefixCache:
         model all of ``input_ids`` or those behind ``past.cached_tokens``: then it computes only
         the latter, and gives their logits. What is new is stored on leaving the context.
 
-        ``salt`` names a part of the cache that shares nothing with the others. Raises
-        InvalidRequest for padding elsewhere or a sequence longer than the model's rope allows.
+        ``salt`` names a part of the cache that shares nothing with the others. InvalidRequest:
+        padding elsewhere, or a sequence longer than the model's rope allows.
         """
         rows, pads = rows_of(input_ids, attention_mask)
         self._check(rows.shape[1])
@@ -160,15 +158,13 @@ class TransformersPrefixCache:
     ) -> None:
         """Put the KV of a row's tokens into the pool, behind what is resident by now."""
         end = len(ids) // 4
-        if self._prefixes.lookup(identity, ids, max_cached=end) >= end:
-            return
         lease = self._prefixes.acquire(identity, ids, max_cached=end, resumed=True)
         with self._prefixes.open(lease) as table:
             first = table.num_tokens
             n = self._fitting(table, end - first)
             if n < end - first:
                 past.not_stored = "the cache's memory has no more room"
-            if n <= 0:
+            if not n:
                 return
             self._pool.copy(table.reserve(n))
             slots = self._pool.slots(table.blocks, np.arange(first, first + n))
@@ -230,11 +226,11 @@ class TransformersPrefixCache:
         (None: as many as hold about 256 MiB of KV) and not stored. Sums are natural logarithms.
         """
         prefix, _ = rows_of(prefix_ids)
-        if len(prefix) != 1:
+        if len(prefix) > 1:
             raise InvalidRequest(f"prefix_ids has {len(prefix)} rows; wanted one")
-        parts = [rows_of(suffix)[0][0] if len(suffix) else [] for suffix in suffixes]
-        if not parts:
+        if not suffixes:
             return []
+        parts = [rows_of(suffix)[0][0] if len(suffix) else [] for suffix in suffixes]
         self._check(prefix.shape[1] + max(map(len, parts)))
         with self.open(prefix, salt=salt) as past:
             found: Scores = score(
@@ -245,7 +241,7 @@ class TransformersPrefixCache:
                 [torch.as_tensor(part, dtype=torch.long) for part in parts],
                 batch_size,
             )
-        with self._lock:
+        with self._lock:  # open() has counted the prefix once
             self._sequences += len(parts) - 1
             self._prompt += found.prompt_tokens - prefix.shape[1]
             self._shared += found.shared_tokens
@@ -255,7 +251,7 @@ class TransformersPrefixCache:
     # -- the whole ---------------------------------------------------------------------------------
 
     def stats(self) -> PrefixCacheStats:
-        """Return counters and gauges as they are now; open handles count when they end."""
+        """Return counters and gauges; what open handles compute counts when they end."""
         with self._lock:
             stats = self._prefixes.stats()
             return PrefixCacheStats(
@@ -295,8 +291,7 @@ def _before(
     owner: weakref.ref[TransformersPrefixCache], model: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]] | None:
     """Let a handle of ours see a call of the model that it is given to."""
-    cache = owner()
-    if cache is None:
+    if (cache := owner()) is None:
         return None
     given = dict(zip(cache.facts.parameters, args, strict=False)) | kwargs
     past = given.get("cache", given.get("past_key_values"))

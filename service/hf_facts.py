@@ -12,16 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from radixkv.errors import UnsupportedModel
 from radixkv.service.hf_layers import fill
-
-try:  # younger than the oldest transformers that we take
-    from transformers.cache_utils import DummyLayer
-except ImportError:
-    DummyLayer = None
 
 _CHANGING_ROPE = {"dynamic", "longrope"}
 _FEW, _MANY = 8, 64
@@ -150,7 +145,8 @@ def _try(model: Any, keyword: str) -> tuple[LayerFacts | None, ...]:
     at = length - 3
     part, rest = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(input_ids=ids[:, :at], **{keyword: part})
-    for source, target in zip(part.layers, rest.layers, strict=True):
+    sources: Sequence[Any] = part.layers
+    for source, target in zip(sources, rest.layers, strict=True):
         if source.keys is not None:
             fill(target, source.keys.clone(), source.values.clone(), at)
     split = model(input_ids=ids[:, at:], **{keyword: rest}).logits
@@ -166,7 +162,8 @@ def _try(model: Any, keyword: str) -> tuple[LayerFacts | None, ...]:
 
 
 def _check_kinds(layers: Sequence[Any]) -> None:
-    known = (DynamicLayer, DynamicSlidingWindowLayer, *([DummyLayer] if DummyLayer else []))
+    # A layer that keeps nothing is younger than the oldest transformers that we take.
+    known = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", None))
     for index, layer in enumerate(layers):
         if type(layer) not in known:
             raise UnsupportedModel(

@@ -29,7 +29,7 @@ def fill(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> N
     layer.keys, layer.values = keys, values
 
 
-class KeepingWindow(DynamicSlidingWindowLayer):
+class KeepingWindow(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """A layer with a window that also keeps what leaves the window, while ``kept`` is a list."""
 
     def __init__(self, sliding_window: int) -> None:

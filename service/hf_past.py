@@ -54,7 +54,7 @@ class CachedPast(DynamicCache):
         ``on_end(past, store)`` is called once, when it is closed.
         """
         super().__init__(config=config)
-        self.layers = [
+        self.layers: list[Any] = [
             KeepingWindow(x.sliding_window) if type(x) is DynamicSlidingWindowLayer else x
             for x in self.layers
         ]
@@ -133,7 +133,7 @@ class CachedPast(DynamicCache):
                 self._grown.append(last[:, : last.shape[1] - excess])
             excess -= last.shape[1]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         self.close()
         super().reorder_cache(beam_idx)
 
@@ -147,7 +147,7 @@ class CachedPast(DynamicCache):
 
     def reset(self) -> None:
         self.close()
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
 
     # -- each call of the model --------------------------------------------------------------------
 

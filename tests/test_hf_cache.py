@@ -39,11 +39,13 @@ def model_of(arch: str) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return GPT2LMHeadModel(config).eval()
+        model: Any = GPT2LMHeadModel(config)
+    return model.eval()
 
 
 def new(model: Any, **settings: Any) -> TransformersPrefixCache:
-    return TransformersPrefixCache(model, **({"memory": "2MiB", "block_size": 4} | settings))
+    given: dict[str, Any] = {"memory": "2MiB", "block_size": 4} | settings
+    return TransformersPrefixCache(model, **given)
 
 
 def tokens(length: int, seed: int = 0) -> torch.Tensor:
@@ -80,7 +82,7 @@ def stored(cache: TransformersPrefixCache, ids: torch.Tensor) -> int:
     with cache.open(join(ids, torch.tensor([[1]]))) as past:
         length = past.cached_tokens
         if length:
-            plain = DynamicCache(config=cache.model.config)
+            plain: Any = DynamicCache(config=cache.model.config)
             logits(cache.model, ids[:, :length], plain)
             for mine, right in zip(past.layers, plain.layers, strict=True):
                 assert close(mine.keys, right.keys) and close(mine.values, right.values)
@@ -263,6 +265,8 @@ def test_one_shot_prompts_compute_only_what_they_do_not_share() -> None:
 def test_other_ways_to_generate_are_exact_and_store_what_was_computed(
     arch: str, settings: dict[str, Any]
 ) -> None:
+    if KEYWORD != "cache" and settings.keys() & {"prompt_lookup_num_tokens", "prefill_chunk_size"}:
+        pytest.skip("older transformers do not go on from a cache, or crop windows, in these ways")
     model = model_of(arch)
     cache = new(model)
     ids = join(tokens(20), tokens(20))  # repeats itself, so that drafts are found
@@ -427,7 +431,7 @@ def test_what_was_cropped_is_not_stored(arch: str) -> None:
     cache = new(model)
     ids, a, b = tokens(12), tokens(5, seed=1), tokens(4, seed=2)
     with cache.open(ids) as past:
-        past.activate_past_recording()
+        past.activate_past_recording()  # type: ignore[no-untyped-call]
         logits(model, ids, past)
         logits(model, a, past)
         past.crop(-3)
@@ -435,7 +439,7 @@ def test_what_was_cropped_is_not_stored(arch: str) -> None:
     assert stored(cache, join(ids, a)) == 14
     assert stored(cache, join(ids, a[:, :2], b)) == 18
     with cache.open(join(ids, a)) as past:
-        past.activate_past_recording()
+        past.activate_past_recording()  # type: ignore[no-untyped-call]
         past.crop(-5)
     assert past.not_stored == "it was cropped into its prefix"
 
@@ -513,10 +517,12 @@ def test_scores_are_those_of_each_suffix_alone(arch: str) -> None:
     model = model_of(arch)
     cache = new(model)
     prefix = tokens(40)
-    suffixes = [tokens(n, seed=n)[0] for n in (5, 1, 12, 3, 3, 8)] + [torch.tensor([], dtype=int)]
+    suffixes = [tokens(n, seed=n)[0] for n in (5, 1, 12, 3, 3, 8)] + [
+        torch.tensor([], dtype=torch.long)
+    ]
     right = []
     for suffix in suffixes:
-        rows = logits(model, join(prefix, suffix[None].long())).log_softmax(-1)[0, 39:-1]
+        rows = logits(model, join(prefix, suffix[None])).log_softmax(-1)[0, 39:-1]
         right.append([float(row[token]) for row, token in zip(rows, suffix, strict=True)])
     for batch_size in (None, 2, 1):
         found = cache.score(prefix, suffixes, per_token=True, batch_size=batch_size)
@@ -582,17 +588,17 @@ def test_models_whose_past_is_more_than_keys_and_values_are_refused_with_the_rea
     with pytest.raises(UnsupportedModel, match=r"recurrent layers|LinearAttentionLayer"):
         new(hybrid)
 
-    class Secretive(LlamaForCausalLM):  # type: ignore[misc]
+    class Secretive(LlamaForCausalLM):  # type: ignore[no-untyped-call]
         """Its answer depends on how many tokens one call brings: on more than keys and values."""
 
         def forward(self, input_ids: Any = None, cache: Any = None, **rest: Any) -> Any:
-            found = super().forward(input_ids=input_ids, past_key_values=cache, **rest)
+            found = super().forward(input_ids=input_ids, **{KEYWORD: cache}, **rest)
             found.logits = found.logits * input_ids.shape[1]
             return found
 
     config = LlamaConfig(**small, num_attention_heads=2, intermediate_size=32)
     with pytest.raises(UnsupportedModel, match="it keeps more than those"):
-        new(Secretive(config).eval())
+        new(Secretive(config))
 
 
 def test_a_rope_that_turns_earlier_keys_has_its_limit() -> None:
