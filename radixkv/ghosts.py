@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from radixkv.identity.identity import CacheIdentity
 from radixkv.identity.paths import PathHash, begin_path
@@ -32,6 +32,13 @@ _Run: TypeAlias = "tuple[int, bytes, int]"
 """Bytes of the path before it, tokens, when it went. Plain, as there is one for each eviction."""
 
 
+_Noted: TypeAlias = "tuple[PathHash, int, bytes, int, int, int]"
+"""State and digest of the path before an edge, its key, blocks kept of it, start (in blocks), when.
+
+Plain tuples of what refers to nothing, as the next: the garbage collector does not look at them.
+"""
+
+
 class _Place(NamedTuple):
     """The end of a node's edge, for as long as ``key`` is the node's very key."""
 
@@ -47,8 +54,7 @@ class _Account:
     __slots__ = ("noted", "num_bytes", "places", "runs")
 
     def __init__(self) -> None:
-        # What was noted and not filed yet: place, key, blocks kept, start and when.
-        self.noted: deque[list[Any]] = deque()
+        self.noted: deque[_Noted] = deque()  # and not filed yet
         # By the digest of the path before it, and its first block (all of it, if it is a tail).
         self.runs: OrderedDict[tuple[int, bytes], _Run] = OrderedDict()
         self.num_bytes = 0  # of their tokens, of the keys that were noted, and _RECORD for each
@@ -77,7 +83,7 @@ class _Account:
         """Forget what went first, until a sixteenth of ``max_bytes`` is free."""
         while self.num_bytes > max_bytes - max_bytes // 16:
             if not self.runs:
-                self.num_bytes -= len(self.noted.popleft()[1]) + _RECORD
+                self.num_bytes -= len(self.noted.popleft()[2]) + _RECORD
                 continue
             (_, first), (start, tokens, _) = self.runs.popitem(last=False)
             self.num_bytes -= len(tokens) + _RECORD
@@ -117,7 +123,7 @@ class Ghosts:
         self._accounts: dict[str | None, _Account] = {}
         self._places: OrderedDict[Node, _Place] = OrderedDict()
         # What was noted last, of which leaf and to where it was cut: most likely it is cut on.
-        self._cut: list[Any] = []
+        self._noted: deque[_Noted] = deque()
         self._leaf: Node | None = None
         self._start = self._end = 0
 
@@ -138,21 +144,24 @@ class Ghosts:
         start = leaf.start
         if self._leaf is leaf and self._end == start + len(leaf.blocks) and self._start == start:
             # It is cut further: of the same key less was kept.
-            cut = self._cut
-            cut[2], cut[4] = keep, self._tree.clock
+            path, digest, key, _, _, _ = self._noted[-1]
+            self._noted[-1] = (path, digest, key, keep, start, self._tree.clock)
             self._end = start + keep
             return
         parent = leaf.parent
         place = self._places.get(parent)  # type: ignore[arg-type]
         if place is None or place[0] is not parent.key:  # type: ignore[union-attr]
             place = self._place(parent)  # type: ignore[arg-type]
-        key, account = leaf.key, place[3]
+        _, path, digest, account = place
+        key = leaf.key
         self._leaf, self._start, self._end = leaf, start, start + keep
-        self._cut = cut = [place, key, keep, start, self._tree.clock]
-        account.noted.append(cut)
+        self._noted = account.noted
+        self._noted.append((path, digest, key, keep, start, self._tree.clock))
         account.num_bytes += len(key) + _RECORD
         if account.num_bytes > self._limit:
             account.trim(self._limit)
+            if not self._noted:
+                self._leaf = None
 
     def note_all(self, roots: Iterable[Root]) -> None:
         """Note that everything below ``roots`` is about to go; where it is too much, ends first."""
@@ -188,15 +197,15 @@ class Ghosts:
         """File what was noted, now that somebody asks: most is forgotten before that."""
         self._leaf = None
         stride = self._stride
-        for place, key, keep, start, when in account.noted:
+        for path, digest, key, keep, start, when in account.noted:
             account.num_bytes -= len(key) + _RECORD
             if keep:
-                path = place.path.copy()
+                path = path.copy()
                 path.update(key[: keep * stride])
                 digest = path.intdigest()
                 self._put(account, path, digest, start + keep, key[keep * stride :], when)
             else:
-                self._put(account, place.path, place.digest, start, key, when)
+                self._put(account, path, digest, start, key, when)
         account.noted.clear()
 
     def _put(
