@@ -87,7 +87,7 @@ def test_answers_do_not_depend_on_the_order_and_are_those_of_the_routes(tmp_path
         completion("score", "in the sand", max_tokens=0, echo=True, logprobs=1),
         completion("two", ["one thing", "another thing"], n=2, seed=5, temperature=1),
     ]
-    found = []
+    found: list[dict[str, Any]] = []
     for order in (lines, lines[::-1]):
         folder = tmp_path / str(len(found))
         folder.mkdir()

@@ -87,6 +87,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(cli: CliRunner, tmp_path
     assert (tmp_path / "out.jsonl").read_text() == "something\n"
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_keeps_what_was_answered(model_dir: Path, tmp_path: Path) -> None:
     lines, _ = three_levels(60, max_tokens=200)

@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     """Big-endian uint32, as the cache has them."""
     line: int
     offset: int
-    index: int
+    place: int
     """Which of the line's prompts."""
     answer_tokens: int
     """What it may generate, all choices together, at most; for the order alone."""
@@ -233,7 +233,7 @@ def _write(file: BinaryIO, prompt: Prompt) -> None:
             len(prompt.tokens),
             prompt.offset,
             prompt.line,
-            prompt.index,
+            prompt.place,
             prompt.answer_tokens,
             prompt.choices,
             prompt.reads_cache,
@@ -246,7 +246,7 @@ def _write(file: BinaryIO, prompt: Prompt) -> None:
 def _read_run(path: Path) -> Iterator[Prompt]:
     with path.open("rb") as file:
         while head := file.read(_HEAD.size):
-            group, tokens, offset, line, index, answer, choices, reads = _HEAD.unpack(head)
+            group, tokens, offset, line, place, answer, choices, reads = _HEAD.unpack(head)
             yield Prompt(
-                file.read(group), file.read(tokens), line, offset, index, answer, choices, reads
+                file.read(group), file.read(tokens), line, offset, place, answer, choices, reads
             )

@@ -364,7 +364,7 @@ class BatchRun:
     async def _answer(self, pending: _Pending, step: Step, stream: Stream) -> None:
         try:
             generation = await stream.aresult()
-            pending.generations[step.prompt.index] = generation
+            pending.generations[step.prompt.place] = generation
         except _GIVE_UP as e:
             raise BatchStopped(str(e)) from e
         except Exception as e:
