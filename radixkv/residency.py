@@ -23,9 +23,9 @@ BOUNDS_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 8640
 QUANTILES = (0.5, 0.9, 0.99)
 SERIES = ("lifetime", "idle", "reuse_gap")
 
-_FINDS = 16  # one acquire in so many is looked at, on average: at random, lest it miss a rhythm
+_FINDS = 32  # one acquire in so many is looked at, on average: at random, lest it miss a rhythm
 _TRACKED = 1024  # blocks whose birth is known, at most
-_CHILDREN = 32  # of a node, that are asked when it was used last
+_CHILDREN = 8  # of a node, that are asked when it was used last
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def test_the_life_of_blocks_is_told_in_seconds() -> None:
     assert told["lifetime"][0.5] == pytest.approx(640, rel=0.1)
     assert told["idle"][0.5] == pytest.approx(610, rel=0.1)
     assert told["reuse_gap"][0.5] == pytest.approx(30, rel=0.1)
-    assert cache.residency.lifetime.count > 10
+    assert cache.residency.lifetime.count > 2
 
 
 def test_idle_time_that_nothing_happened_in_counts() -> None:
@@ -128,7 +128,7 @@ def test_a_block_that_came_to_hold_others_has_not_lived_through_that() -> None:
     run(cache, ME, fresh(64))
     clock.sleep(10_000)
     cache.reset()
-    for _ in range(600):
+    for _ in range(3000):
         run(cache, ME, fresh(6))
         clock.sleep(1)
     longest = cache.residency.lifetime.quantile(1.0)
