@@ -185,3 +185,20 @@ def test_a_reason_that_comes_twice_in_a_prompt_counts_whole(
     check(engine.cache.explain(ids, origin=A), ids)
     assert cached(engine, ids, A) == 0
     assert engine.alive
+
+
+def test_an_account_that_fails_costs_no_answer_and_is_reported(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LEAK-2: errors in accounting are reported, never fatal."""
+
+    def fail(*args: object, **kwargs: object) -> Explained:
+        raise AssertionError("an account that does not add up")
+
+    before = engine.stats().violations_total
+    with monkeypatch.context() as patch:
+        patch.setattr("radixkv.service.engine.running.explain_admission", fail)
+        asked = engine.generate([5, 6, 7], max_tokens=2, ignore_eos=True, tenant="a")
+    assert len(asked.token_ids) == 2 and engine.alive
+    assert engine.stats().violations_total == before + 1
+    assert engine.check() == []

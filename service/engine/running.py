@@ -11,6 +11,7 @@ engine refuses what never fits), so there is always progress.
 from __future__ import annotations
 
 import contextlib
+import logging
 
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks
@@ -23,6 +24,8 @@ from radixkv.service.engine.swap import Swapper
 from radixkv.service.engine.waiting import Waiting
 from radixkv.service.engine.work import Plan, Work
 from radixkv.table import BlockTable
+
+log = logging.getLogger("radixkv.engine")
 
 
 class Running:
@@ -156,13 +159,18 @@ class Running:
     def _explain(self, seq: Sequence, found_tokens: int) -> None:
         """Account for what the first admission of a request did not find."""
         stream = seq.request.stream
-        explained = explain_admission(
-            self._cache,
-            self.sequences,
-            seq,
-            found_tokens,
-            context=SIBLING_TOKENS if stream.explain else 0,
-        )
+        try:
+            explained = explain_admission(
+                self._cache,
+                self.sequences,
+                seq,
+                found_tokens,
+                context=SIBLING_TOKENS if stream.explain else 0,
+            )
+        except Exception:  # an account that fails is told of; no request is worth less for it
+            log.exception("no account can be given of what a prompt did not find")
+            self._counters.violations += 1
+            return
         self._counters.observer.missed(seq.request, explained.reasons)
         if stream.explain:
             stream.explained = explained
