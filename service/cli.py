@@ -18,6 +18,20 @@ from rich.console import Console
 import radixkv
 from radixkv.errors import RadixKVError
 from radixkv.service.cli_batch import batch
+from radixkv.service.cli_options import (
+    CACHE,
+    LIMITS,
+    MODEL,
+    SERVER,
+    BlockSize,
+    Device,
+    Dtype,
+    KvMemory,
+    MaxModelLen,
+    Model,
+    NumThreads,
+    option,
+)
 from radixkv.service.cli_size import simulate_app, size
 from radixkv.service.cli_tenants import tenants_app
 from radixkv.service.config import Settings, is_loopback, load_settings
@@ -36,7 +50,6 @@ app.add_typer(tenants_app, name="tenants")
 app.add_typer(simulate_app, name="simulate")
 app.command()(size)
 app.command()(batch)
-_MODEL, _CACHE, _LIMITS, _SERVER = "Model", "Cache", "Limits", "Server"
 
 
 def _show_version(wanted: bool) -> None:
@@ -55,33 +68,23 @@ def _top(
     """Serve language models with an exact prefix cache, and talk to them."""
 
 
-def _option(panel: str, text: str, *names: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
-        *names, help=text, rich_help_panel=panel, show_default=False
-    )
-    return option
-
-
 @app.command()
 def serve(
-    model: Annotated[
-        str | None,
-        _option(_MODEL, "smollm2 (default), a directory, a hub name, or a .gguf file."),
-    ] = None,
-    dtype: Annotated[str | None, _option(_MODEL, "auto (default), bfloat16 or float32.")] = None,
-    device: Annotated[str | None, _option(_MODEL, "auto (default), cpu, cuda or cuda:N.")] = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
     decoder: Annotated[
         str | None,
-        _option(
-            _MODEL,
+        option(
+            MODEL,
             "auto (default), native (the compiled decoder, for Llama-like models on the CPU) or "
             "generic (transformers, for any model).",
         ),
     ] = None,
     deterministic: Annotated[
         bool | None,
-        _option(
-            _MODEL,
+        option(
+            MODEL,
             "Promise answers whose bits depend on the request alone, not on what is cached or who "
             "else asks; off by default. Refused where the compiled decoder cannot run.",
             "--deterministic/--no-deterministic",
@@ -89,107 +92,95 @@ def serve(
     ] = None,
     cuda_graphs: Annotated[
         str | None,
-        _option(
-            _MODEL,
+        option(
+            MODEL,
             "auto (default) replays decode steps as CUDA graphs on a GPU, off launches each kernel "
             "anew.",
         ),
     ] = None,
-    num_threads: Annotated[
-        int | None, _option(_MODEL, "Compute threads on the CPU; default: torch's choice.")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, _option(_MODEL, "Tokens of context; default: the model's own.")
-    ] = None,
+    num_threads: NumThreads = None,
+    max_model_len: MaxModelLen = None,
     adapter: Annotated[
         list[str] | None,
-        _option(
-            _MODEL,
+        option(
+            MODEL,
             "LoRA adapter as NAME=DIR, a directory of PEFT; served as the model MODEL:NAME. May be "
             "given several times; default: none.",
         ),
     ] = None,
     adapter_dir: Annotated[
         str | None,
-        _option(
-            _MODEL,
+        option(
+            MODEL,
             "Directory beneath which admins may load adapters over HTTP; default: none, and they "
             "may not.",
         ),
     ] = None,
-    kv_memory: Annotated[
-        str | None, _option(_CACHE, "Memory for KV blocks, such as 512MiB; default 1GiB.")
-    ] = None,
+    kv_memory: KvMemory = None,
     kv_dtype: Annotated[
         str | None,
-        _option(
-            _CACHE,
+        option(
+            CACHE,
             "auto (default) stores what the model computes; fp8_e4m3 or int8 a byte a number, so "
             "that more tokens fit, less exactly. Generic decoder only.",
         ),
     ] = None,
-    block_size: Annotated[int | None, _option(_CACHE, "Tokens a block; default 16.")] = None,
+    block_size: BlockSize = None,
     prefix_cache: Annotated[
         bool | None,
-        _option(
-            _CACHE,
+        option(
+            CACHE,
             "Share KV between requests; on by default.",
             "--prefix-cache/--no-prefix-cache",
         ),
     ] = None,
     force_miss: Annotated[
         bool | None,
-        _option(
-            _CACHE,
+        option(
+            CACHE,
             "Keep the cache but let every look-up miss, to measure against; off by default.",
             "--force-miss/--no-force-miss",
         ),
     ] = None,
     pin_budget: Annotated[
         float | None,
-        _option(_CACHE, "Share of the KV blocks that pinned prompts may hold; default 0.25."),
+        option(CACHE, "Share of the KV blocks that pinned prompts may hold; default 0.25."),
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, _option(_LIMITS, "Tokens of one forward pass; default 512.")
+        int | None, option(LIMITS, "Tokens of one forward pass; default 512.")
     ] = None,
     lookahead_tokens: Annotated[
         int | None,
-        _option(
-            _LIMITS, "Tokens of room that admission keeps for each running choice; default 64."
-        ),
+        option(LIMITS, "Tokens of room that admission keeps for each running choice; default 64."),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, _option(_LIMITS, "Sequences that run at once; default 64.")
+        int | None, option(LIMITS, "Sequences that run at once; default 64.")
     ] = None,
     batch_share: Annotated[
         float | None,
-        _option(
-            _LIMITS, "Part of places and blocks that batch work may take, 0 to 1; default 0.75."
-        ),
+        option(LIMITS, "Part of places and blocks that batch work may take, 0 to 1; default 0.75."),
     ] = None,
     swap_memory: Annotated[
         str | None,
-        _option(
-            _LIMITS,
+        option(
+            LIMITS,
             "Host memory for the KV of preempted requests, such as 1GiB; default 256MiB, 0 is off.",
         ),
     ] = None,
     max_queue: Annotated[
-        int | None, _option(_LIMITS, "Choices that may wait; more get a 429. Default 1024.")
+        int | None, option(LIMITS, "Choices that may wait; more get a 429. Default 1024.")
     ] = None,
     max_body: Annotated[
-        str | None, _option(_LIMITS, "Size of a request body; more is a 413. Default 8MiB.")
+        str | None, option(LIMITS, "Size of a request body; more is a 413. Default 8MiB.")
     ] = None,
-    host: Annotated[
-        str | None, _option(_SERVER, "Address to listen on; default 127.0.0.1.")
-    ] = None,
+    host: Annotated[str | None, option(SERVER, "Address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[
-        int | None, _option(_SERVER, "Port to listen on; default 8000, 0 picks a free one.")
+        int | None, option(SERVER, "Port to listen on; default 8000, 0 picks a free one.")
     ] = None,
     insecure_remote: Annotated[
         bool | None,
-        _option(
-            _SERVER,
+        option(
+            SERVER,
             "Allow a host that other machines reach without asking for keys: anyone there may use "
             "this server. Off by default.",
             "--insecure-remote/--no-insecure-remote",
@@ -197,66 +188,66 @@ def serve(
     ] = None,
     tenants: Annotated[
         str | None,
-        _option(
-            _SERVER,
+        option(
+            SERVER,
             "File of those who have keys (see `radixkv tenants`); default: none, and no key is "
             "asked for. Read again when it changes, and on SIGHUP.",
         ),
     ] = None,
     public_prompts: Annotated[
         list[str] | None,
-        _option(
-            _CACHE,
+        option(
+            CACHE,
             "A system prompt whose cached KV all tenants share; may be repeated. Default: none.",
         ),
     ] = None,
     open_metrics: Annotated[
         bool | None,
-        _option(
-            _SERVER,
+        option(
+            SERVER,
             "Show /metrics without a key, where keys are asked for; off by default.",
             "--open-metrics/--no-open-metrics",
         ),
     ] = None,
     batch_dir: Annotated[
         str | None,
-        _option(
-            _SERVER,
+        option(
+            SERVER,
             "Directory in which uploaded files and batches are kept, for /v1/files and "
             "/v1/batches; default: none, and these are off.",
         ),
     ] = None,
     shutdown_timeout: Annotated[
         float | None,
-        _option(_SERVER, "Seconds that running requests get when told to stop; default 30."),
+        option(SERVER, "Seconds that running requests get when told to stop; default 30."),
     ] = None,
     log_format: Annotated[
-        str | None, _option(_SERVER, "text (default) or json; one line a request, on stderr.")
+        str | None, option(SERVER, "text (default) or json; one line a request, on stderr.")
     ] = None,
     metrics_compat: Annotated[
         str | None,
-        _option(_SERVER, "none (default), or vllm: show metrics under vLLM's names too."),
+        option(SERVER, "none (default), or vllm: show metrics under vLLM's names too."),
     ] = None,
     vllm_metric_names: Annotated[
         bool | None,
-        _option(
-            _SERVER,
+        option(
+            SERVER,
             "The same as --metrics-compat vllm; off by default.",
             "--vllm-metric-names/--no-vllm-metric-names",
         ),
     ] = None,
     inspect_text: Annotated[
         bool | None,
-        _option(
-            _SERVER,
+        option(
+            SERVER,
             "Show admins the text of all tenants' cached prompts; off by default.",
             "--inspect-text/--no-inspect-text",
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        _option(
-            _SERVER,
+        option(
+            SERVER,
             "TOML file whose keys are these flags, as in kv_memory = '1GiB'; default: none.",
         ),
     ] = None,

@@ -17,20 +17,23 @@ from rich.console import Console
 
 from radixkv.config import EngineConfig
 from radixkv.errors import InvalidConfig, RadixKVError
+from radixkv.service.cli_options import (
+    CACHE,
+    MODEL,
+    BlockSize,
+    Device,
+    Dtype,
+    KvMemory,
+    MaxModelLen,
+    Model,
+    NumThreads,
+    option,
+)
 from radixkv.service.config import load_settings
 
 if TYPE_CHECKING:
     from radixkv.service.batch.results import Done
     from radixkv.service.batch.run import Tally
-
-_MODEL, _CACHE = "Model", "Cache"
-
-
-def _option(panel: str, text: str, *names: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
-        *names, help=text, rich_help_panel=panel, show_default=False
-    )
-    return option
 
 
 def batch(
@@ -56,45 +59,36 @@ def batch(
         str,
         typer.Option(help="Memory for the plan; what is more lies on disk meanwhile."),
     ] = "256MiB",
-    model: Annotated[
-        str | None,
-        _option(_MODEL, "smollm2 (default), a directory, a hub name, or a .gguf file."),
-    ] = None,
-    dtype: Annotated[str | None, _option(_MODEL, "auto (default), bfloat16 or float32.")] = None,
-    device: Annotated[str | None, _option(_MODEL, "auto (default), cpu, cuda or cuda:N.")] = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
     decoder: Annotated[
-        str | None, _option(_MODEL, "auto (default), native or generic; as for serve.")
+        str | None, option(MODEL, "auto (default), native or generic; as for serve.")
     ] = None,
     deterministic: Annotated[
         bool | None,
-        _option(
-            _MODEL,
+        option(
+            MODEL,
             "Promise answers whose bits depend on the request alone; off by default.",
             "--deterministic/--no-deterministic",
         ),
     ] = None,
-    num_threads: Annotated[
-        int | None, _option(_MODEL, "Compute threads on the CPU; default: torch's choice.")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, _option(_MODEL, "Tokens of context; default: the model's own.")
-    ] = None,
+    num_threads: NumThreads = None,
+    max_model_len: MaxModelLen = None,
     adapter: Annotated[
         list[str] | None,
-        _option(_MODEL, "LoRA adapter as NAME=DIR; may be given several times. Default: none."),
+        option(MODEL, "LoRA adapter as NAME=DIR; may be given several times. Default: none."),
     ] = None,
-    kv_memory: Annotated[
-        str | None, _option(_CACHE, "Memory for KV blocks, such as 512MiB; default 1GiB.")
-    ] = None,
+    kv_memory: KvMemory = None,
     kv_dtype: Annotated[
-        str | None, _option(_CACHE, "auto (default), fp8_e4m3 or int8; as for serve.")
+        str | None, option(CACHE, "auto (default), fp8_e4m3 or int8; as for serve.")
     ] = None,
-    block_size: Annotated[int | None, _option(_CACHE, "Tokens a block; default 16.")] = None,
+    block_size: BlockSize = None,
     max_batch_tokens: Annotated[
-        int | None, _option(_CACHE, "Tokens of one step; default 512.")
+        int | None, option(CACHE, "Tokens of one step; default 512.")
     ] = None,
     max_num_seqs: Annotated[
-        int | None, _option(_CACHE, "Sequences that run at once; default 64.")
+        int | None, option(CACHE, "Sequences that run at once; default 64.")
     ] = None,
 ) -> None:
     """Answer a file of requests (chats, completions, scores), each shared prefix computed once.
