@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.engine.grammar import GrammarSpec
 from radixkv.service.engine.keep import Kept
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -47,6 +48,8 @@ class SamplingParams:
     """The same for every prompt token; such a request reads nothing from the cache."""
     n: int = 1
     """Choices; they share the prompt's blocks."""
+    grammar: GrammarSpec | None = None
+    """What the text of every choice must look like (grammar.py)."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, wanted: str) -> None:

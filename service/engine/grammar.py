@@ -1,0 +1,120 @@
+"""What an answer must look like, as its caller says it; knows no tokens, no masks and no library.
+
+A spec is text: it can be compared, hashed, logged and kept. What it means for a model's tokens is
+grammar_masks.py's affair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from radixkv.errors import InvalidRequest
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+MAX_SOURCE_CHARS = 256 * 1024
+"""Of a schema, pattern, list or grammar."""
+MAX_CHOICES_LISTED = 4096
+MAX_NESTING = 64
+"""Levels of objects and arrays in the text of a schema. ``$ref`` may still recurse."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One of five ways to say what a choice's text must be. Raises InvalidRequest.
+
+    Only cheap checks are made here; the rest when a model's tokens are known (``Grammars``).
+    """
+
+    kind: GrammarKind
+    source: str = ""
+    """``json_object``: nothing; ``json_schema``: the schema's JSON; ``regex``: the pattern, which
+    all of the text must match; ``choice``: a JSON list of strings; ``lark``: a grammar in
+    llguidance's dialect of Lark."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            known = ", ".join(get_args(GrammarKind))
+            raise InvalidRequest(f"grammar kind is {self.kind!r}; wanted one of {known}")
+        if len(self.source) > MAX_SOURCE_CHARS:
+            raise InvalidRequest(
+                f"{self.kind} has {len(self.source)} characters; at most {MAX_SOURCE_CHARS} are "
+                "accepted"
+            )
+        if not self.source and self.kind != "json_object":
+            raise InvalidRequest(f"{self.kind} is empty")
+        if self.kind == "json_schema":
+            schema = _parsed(self.kind, self.source)
+            if not isinstance(schema, (dict, bool)):
+                raise InvalidRequest("json_schema is no schema; wanted a JSON object")
+            if _nesting(schema) > MAX_NESTING:
+                raise InvalidRequest(f"json_schema is nested more than {MAX_NESTING} levels deep")
+        if self.kind == "choice":
+            _check_choices(_parsed(self.kind, self.source))
+
+    @classmethod
+    def json_object(cls) -> GrammarSpec:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> GrammarSpec:
+        """JSON that is valid under ``schema``: an object, or its text."""
+        return cls("json_schema", schema if isinstance(schema, str) else _dumped(schema))
+
+    @classmethod
+    def regex(cls, pattern: str) -> GrammarSpec:
+        """Text that ``pattern`` matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> GrammarSpec:
+        """One of ``options``, to the letter."""
+        return cls("choice", _dumped(list(options)))
+
+    @classmethod
+    def lark(cls, grammar: str) -> GrammarSpec:
+        """Text of a grammar in llguidance's Lark, whose first rule is ``start``."""
+        return cls("lark", grammar)
+
+
+def _dumped(value: object) -> str:
+    # Key order is kept: it is the order in which an object's members are generated.
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise InvalidRequest(f"what the answer must look like is no JSON: {e}") from e
+
+
+def _parsed(kind: str, source: str) -> object:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as e:
+        raise InvalidRequest(f"{kind} is no JSON: {e}") from e
+
+
+def _check_choices(options: object) -> None:
+    if not isinstance(options, list) or not all(isinstance(o, str) for o in options):
+        raise InvalidRequest("choice is no list of strings")
+    if not options or not all(options):
+        raise InvalidRequest("choice has no options, or an empty one")
+    if len(options) > MAX_CHOICES_LISTED:
+        raise InvalidRequest(
+            f"choice has {len(options)} options; at most {MAX_CHOICES_LISTED} are accepted"
+        )
+
+
+def _nesting(value: object) -> int:
+    """Return how many levels of objects and arrays ``value`` has; stops when it is too many."""
+    level, depth = [value], 0
+    while level and depth <= MAX_NESTING:
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+        level, depth = below, depth + 1
+    return depth
