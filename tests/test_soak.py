@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from radixkv.service.engine.engine import Engine
 from radixkv.service.engine.stream import Stream
 from tests.adapter_cases import save_adapter
-from tests.hostile_client import Crowd, Traffic, come_to_rest
+from tests.hostile_client import PATIENCE_S, Crowd, Traffic, come_to_rest
 from tests.http_server import RunningServer, build_engine, running_server
 from tests.tenant_files import bearer, open_gate
 
@@ -90,12 +92,37 @@ def shared(tmp_path: Path) -> Iterator[tuple[RunningServer, dict[str, str]]]:
         yield server, keys
 
 
+def squeeze(server: RunningServer, admin: dict[str, str]) -> None:
+    """Let the pool run short for certain, however fast this machine is: 16 sequences that begin
+    together in two blocks each, and end in eight."""
+    at_once, all_here = 16, threading.Event()
+
+    async def send() -> list[int]:
+        async with aiohttp.ClientSession(headers=admin) as session:
+            body = {"max_tokens": 100, "ignore_eos": True, "seed": 0}
+            url = f"{server.url}/v1/completions"
+            prompts = [[7 + i] * 20 for i in range(at_once)]
+            sent = [session.post(url, json=body | {"prompt": p}) for p in prompts]
+            return [reply.status for reply in await asyncio.gather(*sent)]
+
+    held = server.engine._core.call(all_here.wait)
+    try:
+        asked = asyncio.run_coroutine_threadsafe(send(), server.loop)
+        server.wait_until(lambda: len(server.serving.active) == at_once)
+    finally:
+        all_here.set()
+    held.result()
+    assert asked.result(PATIENCE_S) == [200] * at_once
+    assert server.engine.stats().preemptions_total > 0
+
+
 def soak(
     server: RunningServer, keys: dict[str, str], totals: Totals, first: int, rest: int
 ) -> float:
     """Send all, check all; returns by how many MiB the process grew during the rest."""
     traffic = Traffic(1, keys, ("tiny", "tiny:one"))
     crowd = Crowd(server.url, keys, traffic)
+    squeeze(server, bearer(keys["root"]))
     asyncio.run(crowd.send(first))
     before = resident_mib()
     asyncio.run(crowd.send(rest))
@@ -106,7 +133,7 @@ def soak(
     assert not ledger.wrong, f"{len(ledger.wrong)}: " + "\n".join(ledger.wrong[:5])
     assert ledger.fates.total() == first + rest
     stats = come_to_rest(server, bearer(keys["root"]))
-    assert stats.cache.evicted_blocks > 0 and stats.preemptions_total > 0, "the pool was too large"
+    assert stats.cache.evicted_blocks > 0, "the pool was too large"
     totals.settle()
     assert totals.requests == stats.requests_total
     assert totals.cached_tokens == stats.prompt_tokens_cached_total
