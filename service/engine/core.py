@@ -297,6 +297,8 @@ class EngineCore:
         """Record a finished choice; with the last one the request is over."""
         request, choice = seq.request, seq.output.choice()
         request.stream._choices[seq.index] = choice
+        if request.on_choice is not None:
+            request.on_choice(seq)
         if not request.sequences:
             self.counters.finished[choice.finish_reason] += 1
             self._forget(request)
@@ -309,6 +311,8 @@ class EngineCore:
         for seq in list(request.sequences):
             self.scheduler.finish(seq)
             self._finish_output(request, seq.output, seq.index)
+            if request.on_choice is not None:
+                request.on_choice(seq)
         for index in range(request.params.n):
             if index not in stream._choices:  # choices that were never born
                 self._finish_output(request, self._make_choice(request, index)[1], index)

@@ -139,12 +139,14 @@ class Engine(Asking):
         keeps: Sequence[Keep] = (),
         explain: bool = False,
         on_prompt: Callable[[], None] | None = None,
+        on_choice: Callable[[Choice], None] | None = None,
     ) -> Stream:
         """Queue a request; never blocks. ``param`` is the name that errors give the prompt.
 
         ``keeps`` are pinned once the prompt is computed; ``Stream.kept`` says what was granted.
         ``on_prompt`` is called then, on the engine thread, and all of the prompt can be found: the
         last part of a block too, which else is shared at the end. With ``keeps`` it is not called.
+        ``on_choice`` is called with each choice at its end (``Request.on_choice``).
         ``explain``: say in ``Stream.explained`` why not all of the prompt was cached.
         Raises InvalidRequest, ContextTooLong, NeverFits, AdapterNotFound, Overloaded or EngineDead,
         and then nothing is queued.
@@ -190,6 +192,7 @@ class Engine(Asking):
                 request.on_prompt = partial(self._keeper.prompt_computed, keeps)
             elif on_prompt is not None:
                 request.on_prompt = partial(_share_prompt, on_prompt)
+            request.on_choice = on_choice
             request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
             self._core.submit(request)
         except BaseException:

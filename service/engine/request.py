@@ -71,6 +71,9 @@ class Request:
     """Sampler and output of choice 0, made early so that bad parameters are refused at once."""
     on_prompt: Callable[[Sequence], None] | None = None
     """Called on the engine thread, with the first choice, once the prompt's KV is there."""
+    on_choice: Callable[[Sequence], None] | None = None
+    """Called on the engine thread with each choice that has begun, when it has ended or was aborted
+    and is recorded; what was computed of it is in the cache, and nothing was evicted since."""
     may_publish: bool = True
     """False once the weights changed under it: its KV belongs to no identity any more."""
 
