@@ -69,6 +69,10 @@ def has_room(
 
 def _growth_of_unborn(seq: Sequence, soon: int, block_size: int) -> int:
     """The other choices share the prompt's whole blocks; each copies the tail and grows."""
+    if seq.request.asleep:  # beams that were preempted, and have grown already
+        shared = len(seq.request.prompt_ids) // block_size
+        each = blocks_for(seq.num_tokens + soon, block_size) - shared
+        return seq.request.unborn * each
     return seq.request.unborn * (1 + blocks_for(soon, block_size))
 
 

@@ -86,10 +86,11 @@ class Capacity:
         num_blocks = self.num_blocks - max(self.pinnable_blocks, kept_blocks)
         if -(-prompt_tokens // size) > num_blocks:
             raise NeverFits(need_blocks=-(-prompt_tokens // size), capacity_blocks=num_blocks)
-        own = (num_blocks - shared) // params.n
+        own = (num_blocks - shared) // params.num_sequences
         most = max(1, (shared + own) * size - prompt_tokens + 1)
         wanted = min(room, most) if params.max_tokens is None else params.max_tokens
         if wanted > most:
             each = -(-(prompt_tokens + wanted - 1 - shared * size) // size)
-            raise NeverFits(need_blocks=shared + params.n * each, capacity_blocks=num_blocks)
+            need = shared + params.num_sequences * each
+            raise NeverFits(need_blocks=need, capacity_blocks=num_blocks)
         return wanted

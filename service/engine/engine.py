@@ -85,9 +85,16 @@ class Engine(Asking):
             pin_budget=self.config.pin_budget,
         )
         self.created = int(time.time())
-        self.token_text = TokenText(self._model.tokenizer)
+        self._prompting = Prompting(
+            self._model.tokenizer,
+            self._model.vocab_size,
+            tool_call_parser=self.config.tool_call_parser,
+        )
+        tool_format = self._prompting.tool_format
+        self.token_text = TokenText(
+            self._model.tokenizer, tool_format.special if tool_format is not None else ()
+        )
         self.token_text.prepare()  # now, not under the first request
-        self._prompting = Prompting(self._model.tokenizer, self._model.vocab_size)
         cache = PrefixCache(
             self._capacity.num_blocks,
             self.config.block_size,
@@ -159,7 +166,7 @@ class Engine(Asking):
             len(prompt_token_ids), params, param=param, kept_blocks=kept
         )
         adapter = self.adapters.find(origin.adapter)
-        self._gate.enter(params.n, origin)
+        self._gate.enter(params.num_sequences, origin)
         try:
             stream = Stream(
                 request_id or f"req-{uuid.uuid4().hex}",
@@ -167,7 +174,7 @@ class Engine(Asking):
                 params.n,
                 deterministic=self.config.deterministic,
                 abort=self._core.abort,
-                done=partial(self._gate.leave, origin),
+                done=lambda _: self._gate.leave(origin, params.num_sequences),
             )
             stream.explain = explain
             request = Request(
@@ -196,7 +203,7 @@ class Engine(Asking):
             request.first_choice = self._make_choice(request, 0)  # refuses bad ids here and now
             self._core.submit(request)
         except BaseException:
-            self._gate.leave(origin, params.n)
+            self._gate.leave(origin, params.num_sequences)
             raise
         return stream
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.engine.beams import BeamParams
 from radixkv.service.engine.grammar import GrammarSpec
 from radixkv.service.engine.keep import Kept
 
@@ -50,6 +51,8 @@ class SamplingParams:
     """Choices; they share the prompt's blocks."""
     grammar: GrammarSpec | None = None
     """What the text of every choice must look like (grammar.py)."""
+    beams: BeamParams | None = None
+    """Search for the likeliest answers instead of drawing; ``n`` of them are returned."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, wanted: str) -> None:
@@ -76,6 +79,13 @@ class SamplingParams:
             need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"0 to {MAX_LOGPROBS}")
         need(all(self.stop), "stop", "strings that are not empty")
         need(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit whole number")
+        if self.beams is not None:
+            self.beams.check(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run at once for it: choices, or the beams of a search."""
+        return self.n if self.beams is None else self.beams.width
 
     @property
     def greedy(self) -> bool:
@@ -136,6 +146,10 @@ class Choice:
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    cumulative_logprob: float | None = None
+    """Of a beam: the sum over its tokens, one that ended it included."""
+    score: float | None = None
+    """Of a beam: that sum over the number of tokens to the power of the length penalty."""
 
 
 @dataclass(frozen=True, slots=True)

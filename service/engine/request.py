@@ -16,6 +16,7 @@ from radixkv.table import BlockTable
 
 if TYPE_CHECKING:
     from radixkv.service.engine.adapters import Adapter
+    from radixkv.service.engine.beams_group import BeamGroup
     from radixkv.service.engine.logprobs import PromptLogprobs
     from radixkv.service.engine.sampling import ChoiceSampler, Prompt
     from radixkv.service.engine.stopping import ChoiceStream
@@ -76,11 +77,18 @@ class Request:
     and is recorded; what was computed of it is in the cache, and nothing was evicted since."""
     may_publish: bool = True
     """False once the weights changed under it: its KV belongs to no identity any more."""
+    beams: BeamGroup | None = None
+    """Its beam search, if it is one: then ``sequences`` are the beams that run."""
 
     @property
     def unborn(self) -> int:
-        """Choices that will join the running ones when the prompt is computed."""
-        return 0 if self.forked else self.params.n - 1
+        """Choices that will join the running ones when the first is computed."""
+        return 0 if self.forked else self.params.num_sequences - 1
+
+    @property
+    def asleep(self) -> list[Sequence]:
+        """Beams that hold nothing until the first of them, which waits or runs, is computed."""
+        return [] if self.beams is None else self.beams.asleep
 
     @property
     def may_read_cache(self) -> bool:
@@ -146,7 +154,7 @@ class Sequence:
     @property
     def tokens_to_come(self) -> int:
         """Tokens that it may still generate."""
-        return self.request.max_tokens - self.output.num_tokens
+        return self.request.max_tokens + len(self.request.prompt_ids) - len(self.ids)
 
     def append(self, token_id: int) -> None:
         """Add a drawn token."""

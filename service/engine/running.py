@@ -16,6 +16,7 @@ import logging
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks
 from radixkv.service.engine.admission import projected_growth
+from radixkv.service.engine.beams_running import must_wait, preempt_beams
 from radixkv.service.engine.counters import Counters
 from radixkv.service.engine.explaining import SIBLING_TOKENS, explain_admission
 from radixkv.service.engine.fairness import Fairness
@@ -86,7 +87,10 @@ class Running:
                     num_tokens = min(left, plan.budget, border or left)
                 copies = table.reserve(num_tokens)
             except OutOfBlocks:
-                for victim in self._latest_after(seq) or [seq]:
+                victims = self._latest_after(seq)
+                if not victims and must_wait(seq, self, plan):
+                    return
+                for victim in victims or [seq]:
                     self.preempt(victim, plan)
                 continue
             plan.works[seq] = Work(
@@ -102,11 +106,19 @@ class Running:
         """
         last = self.sequences[-1]
         if last.request is seq.request:
-            return [last] if last is not seq else []
+            return [last] if last is not seq and seq.request.beams is None else []
         return [other for other in self.sequences if other.request is last.request]
 
     def preempt(self, seq: Sequence, plan: Plan) -> None:
-        """Put ``seq`` back among those who wait, and out of the plan."""
+        """Put ``seq`` back among those who wait, and out of the plan; of beams all or none."""
+        if seq.request.beams is None:
+            self.lay_down(seq, plan)
+            self._waiting.add(seq)
+        elif seq.table is not None:  # else it went together with a sibling
+            self._waiting.add(preempt_beams(seq.request, self, plan))
+
+    def lay_down(self, seq: Sequence, plan: Plan) -> None:
+        """Take ``seq`` out of the plan, and its blocks."""
         work = plan.works.pop(seq, None)
         prompts = plan.prompts.get(seq.request.account)
         if prompts is not None and seq in prompts:
@@ -114,7 +126,6 @@ class Running:
         seq.publish(tail=True)
         swapped = self._yield_blocks(seq, unmade_copy=work is not None and bool(work.copies))
         seq.preemptions += 1
-        self._waiting.add(seq)
         self._fairness.changed.add(seq.request.account)
         self._counters.note_preempted(seq, swapped=swapped)
 

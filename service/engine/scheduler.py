@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from radixkv.cache import PrefixCache
 from radixkv.service.engine.batch_work import BatchWork
+from radixkv.service.engine.beams_running import check_beams, wake_beams
 from radixkv.service.engine.counters import Counters
 from radixkv.service.engine.fairness import Fairness, TenantShare
 from radixkv.service.engine.request import Request, Sequence
@@ -120,10 +121,17 @@ class Scheduler:
         """Start ``born``, the other choices of ``request``, on the blocks of its first one."""
         self.live.fork(request, born)
 
+    def wake(self, request: Request) -> None:
+        """Start the beams of ``request`` that sleep, now that its first one is computed."""
+        wake_beams(request, self.live, self.cache)
+
     def finish(self, seq: Sequence, *, publish: bool = True) -> None:
         """``seq`` is done, wherever it was: its blocks stay cached or become free."""
         if self._swapper is not None:
             self._swapper.forget(seq)
+        if seq.request.asleep:
+            self.forget_saved(seq.request)
+            seq.request.asleep.clear()
         if seq.table is None:
             self.waiting.remove(seq)
         else:
@@ -138,7 +146,7 @@ class Scheduler:
 
     def forget_saved(self, request: Request) -> None:
         """Give up what host memory has of ``request``: it is of no use any more."""
-        for seq in request.sequences:
+        for seq in (*request.sequences, *request.asleep):
             if self._swapper is not None:
                 self._swapper.forget(seq)
 
@@ -157,11 +165,14 @@ class Scheduler:
                 )
         if self._swapper is not None:
             everybody = [*self.running, *self.waiting]
+            everybody += [other for seq in everybody for other in seq.request.asleep]
             saved = sum(seq.saved.num_bytes for seq in everybody if seq.saved is not None)
             if saved != self._swapper.pool.used_bytes:
                 wrong.append(
                     f"{self._swapper.pool.used_bytes} bytes of host memory are taken, {saved} used"
                 )
+        for request in {seq.request for seq in self.running if seq.request.beams is not None}:
+            wrong += check_beams(request)
         if [seq.order for seq in self.running] != sorted(seq.order for seq in self.running):
             wrong.append("the running sequences are out of order")
         return wrong
