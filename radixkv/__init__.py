@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from radixkv.service.engine.loading import LoadedModel
     from radixkv.service.engine.params import Delta, Generation, SamplingParams
     from radixkv.service.hf_cache import TransformersPrefixCache
+    from radixkv.service.session import Session
+    from radixkv.service.session_hold import SessionLease
+    from radixkv.service.session_reply import Reply, Turn
     from radixkv.stats import CacheStats
     from radixkv.table import BlockTable
 
@@ -35,9 +38,13 @@ _HOME = {
     "Namespace": "radixkv.identity.identity",
     "PrefixCache": "radixkv.cache",
     "RadixKVError": "radixkv.errors",
+    "Reply": "radixkv.service.session_reply",
     "SamplingParams": "radixkv.service.engine.params",
+    "Session": "radixkv.service.session",
+    "SessionLease": "radixkv.service.session_hold",
     "ServerConfig": "radixkv.config",
     "TransformersPrefixCache": "radixkv.service.hf_cache",
+    "Turn": "radixkv.service.session_reply",
 }
 
 __all__ = [
@@ -52,9 +59,13 @@ __all__ = [
     "Namespace",
     "PrefixCache",
     "RadixKVError",
+    "Reply",
     "SamplingParams",
+    "Session",
+    "SessionLease",
     "ServerConfig",
     "TransformersPrefixCache",
+    "Turn",
 ]
 
 

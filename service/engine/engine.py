@@ -33,6 +33,7 @@ from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
 from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.gate import Gate
+from radixkv.service.engine.grammar_compile import Grammars, vocabulary_of
 from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.keeping import Keeper
 from radixkv.service.engine.loading import LoadedModel
@@ -47,6 +48,9 @@ from radixkv.service.engine.request import Sequence as Choice
 from radixkv.service.engine.sampling import ChoiceSampler, Prompt
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Stream
+from radixkv.service.session import Session, open_session
+from radixkv.service.session_hold import Holds
+from radixkv.service.session_text import ChatWriter, Message, PlainWriter, Writer, read_messages
 
 log = logging.getLogger("radixkv.engine")
 
@@ -95,6 +99,7 @@ class Engine(Asking):
             self._model.tokenizer, tool_format.special if tool_format is not None else ()
         )
         self.token_text.prepare()  # now, not under the first request
+        self.grammars = Grammars(partial(vocabulary_of, self._model, self.token_text))
         cache = PrefixCache(
             self._capacity.num_blocks,
             self.config.block_size,
@@ -114,6 +119,7 @@ class Engine(Asking):
         )
         self._keeper = Keeper(cache, self._capacity)
         self.pins = PinView(self._core, self._keeper)
+        self._holds = Holds(self._core, self._keeper)
         self.cache = CacheView(self._core, self._identity)
         self.public = PublicPrompts(
             self._core,
@@ -166,6 +172,8 @@ class Engine(Asking):
             len(prompt_token_ids), params, param=param, kept_blocks=kept
         )
         adapter = self.adapters.find(origin.adapter)
+        spec = params.grammar
+        grammar = None if spec is None else self.grammars.compiled(spec, origin.tenant)
         self._gate.enter(params.num_sequences, origin)
         try:
             stream = Stream(
@@ -190,6 +198,7 @@ class Engine(Asking):
                 stream=stream,
                 origin=origin,
                 adapter=adapter,
+                grammar=grammar,
             )
             if params.prompt_logprobs is not None:
                 request.prompt_logprobs = PromptLogprobs(
@@ -207,6 +216,49 @@ class Engine(Asking):
             raise
         return stream
 
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        tools: Sequence[Message] | None = None,
+        template: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        ttl_s: float | None = 3600.0,
+        budget_blocks: int | None = None,
+        **sampling: Any,
+    ) -> Session:
+        """Begin a conversation that can fork and go back, and whose KV stays resident (Session).
+
+        It begins with ``system`` and then ``messages``, if given; the template is given ``tools``
+        and ``template_kwargs`` each time. ``template=False`` writes nothing between what is sent
+        and what is answered, for models without a template. ``sampling`` are fields of
+        SamplingParams, for each send that does not say otherwise, and of Origin (``tenant``,
+        ``salt``, ``adapter``...). What the session stands on is held until nobody sent for
+        ``ttl_s`` seconds (None: until it is closed), ``budget_blocks`` of it at most. Computes
+        nothing yet. Raises InvalidRequest.
+        """
+        writer: Writer
+        begin = [] if system is None else [{"role": "system", "content": system}]
+        begin += read_messages(messages) if messages else []
+        if template:
+            writer = ChatWriter(
+                self._prompting, self.tokenizer, tools=tools, template_kwargs=template_kwargs
+            )
+        elif begin or tools or template_kwargs:
+            raise InvalidRequest("system, messages, tools and template_kwargs need the template")
+        else:
+            writer = PlainWriter(self._prompting, self.tokenizer)
+        return open_session(
+            self,
+            self._holds,
+            writer,
+            begin,
+            ttl_s=ttl_s,
+            budget_blocks=budget_blocks,
+            sampling=sampling,
+        )
+
     # ---- looking in, changing, ending -----------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -223,6 +275,7 @@ class Engine(Asking):
 
         For a fresh engine: it forgets the cache and begins the counters again.
         """
+        self.grammars.prepare()
         length = min(32, self.max_model_len - 2)
         if length < 1:
             return
@@ -344,6 +397,7 @@ class Engine(Asking):
             vocab_size=self.vocab_size,
             eos_token_ids=eos,
             entropy=request.entropy,
+            grammar=request.grammar,
         )
         output = ChoiceStream(
             index,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from radixkv.cache import PrefixCache
+from radixkv.identity.identity import CacheIdentity
 from radixkv.pin import Pin
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.keep import Keep, Kept
@@ -91,6 +92,25 @@ class Keeper:
         # The shortest first: where the budget is short, it lives longest.
         kept = [self._keep(first, keep) for keep in sorted(keeps, key=lambda k: k.num_tokens)]
         request.stream.kept = tuple(kept)
+
+    def hold(
+        self,
+        identity: CacheIdentity,
+        tokens: bytes,
+        *,
+        owner: str,
+        ttl_s: float | None,
+        name: str,
+    ) -> Pin | None:
+        """Pin what is resident of ``tokens`` in the owner's budget; None if he has none at all.
+
+        Pins of the same name stay: it is for whoever knows his pins by their ids.
+        """
+        blocks = self._blocks_of(owner)
+        if not blocks or not tokens:
+            return None
+        self._pins.set_budget(owner, blocks)
+        return self._pins.pin(identity, tokens, owner=owner, ttl_s=ttl_s, name=name)
 
     def _keep(self, seq: Choice, keep: Keep) -> Kept:
         request = seq.request
