@@ -14,6 +14,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 DECODERS = ("auto", "native", "generic")
 KV_DTYPES = ("auto", "fp8_e4m3", "int8")
 CUDA_GRAPHS = ("auto", "off")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -86,6 +87,12 @@ class EngineConfig:
     adapter: tuple[str, ...] = ()
     """LoRA adapters as ``NAME=DIR``, directories of PEFT; asked for as the model ``MODEL:NAME``."""
 
+    chat_template: str | None = None
+    """File of the template (Jinja) that writes chats out, in place of the model's own. Part of the
+    cache's identity, as that is."""
+    tool_call_parser: str = "auto"
+    """How the model writes calls of functions; ``auto`` tells by the chat template."""
+
     def __post_init__(self) -> None:
         for name, low, high in (
             ("kv_memory", 1, 2**50),
@@ -111,6 +118,11 @@ class EngineConfig:
             raise InvalidConfig(f"decoder is {self.decoder!r}; accepted: {', '.join(DECODERS)}")
         if self.kv_dtype not in KV_DTYPES:
             raise InvalidConfig(f"kv_dtype is {self.kv_dtype!r}; accepted: {', '.join(KV_DTYPES)}")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            raise InvalidConfig(
+                f"tool_call_parser is {self.tool_call_parser!r}; accepted: "
+                f"{', '.join(TOOL_CALL_PARSERS)}"
+            )
         if self.cuda_graphs not in CUDA_GRAPHS:
             raise InvalidConfig(
                 f"cuda_graphs is {self.cuda_graphs!r}; accepted: {', '.join(CUDA_GRAPHS)}"

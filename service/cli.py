@@ -24,12 +24,14 @@ from radixkv.service.cli_options import (
     MODEL,
     SERVER,
     BlockSize,
+    ChatTemplate,
     Device,
     Dtype,
     KvMemory,
     MaxModelLen,
     Model,
     NumThreads,
+    ToolCallParser,
     option,
 )
 from radixkv.service.cli_size import simulate_app, size
@@ -100,6 +102,8 @@ def serve(
     ] = None,
     num_threads: NumThreads = None,
     max_model_len: MaxModelLen = None,
+    chat_template: ChatTemplate = None,
+    tool_call_parser: ToolCallParser = None,
     adapter: Annotated[
         list[str] | None,
         option(

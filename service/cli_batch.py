@@ -21,12 +21,14 @@ from radixkv.service.cli_options import (
     CACHE,
     MODEL,
     BlockSize,
+    ChatTemplate,
     Device,
     Dtype,
     KvMemory,
     MaxModelLen,
     Model,
     NumThreads,
+    ToolCallParser,
     option,
 )
 from radixkv.service.config import load_settings
@@ -75,6 +77,8 @@ def batch(
     ] = None,
     num_threads: NumThreads = None,
     max_model_len: MaxModelLen = None,
+    chat_template: ChatTemplate = None,
+    tool_call_parser: ToolCallParser = None,
     adapter: Annotated[
         list[str] | None,
         option(MODEL, "LoRA adapter as NAME=DIR; may be given several times. Default: none."),

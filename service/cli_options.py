@@ -30,3 +30,15 @@ KvMemory = Annotated[
     str | None, option(CACHE, "Memory for KV blocks, such as 512MiB; default 1GiB.")
 ]
 BlockSize = Annotated[int | None, option(CACHE, "Tokens a block; default 16.")]
+ChatTemplate = Annotated[
+    str | None,
+    option(MODEL, "File of the Jinja template that writes chats out; default: the model's own."),
+]
+ToolCallParser = Annotated[
+    str | None,
+    option(
+        MODEL,
+        "How the model writes calls of functions: auto (default) tells by the chat template; "
+        "hermes (Qwen too), llama3_json or mistral.",
+    ),
+]

@@ -108,7 +108,9 @@ class _Rules:
             return _quoted(text)
         names = "|".join(map(re.escape, self._special))
         parts = [part for part in re.split(f"({names})", text) if part]
-        return " ".join(f"<[{self._special[p]}]>" if p in self._special else _quoted(p) for p in parts)
+        return " ".join(
+            f"<[{self._special[p]}]>" if p in self._special else _quoted(p) for p in parts
+        )
 
     def before_marker(self, marker: str) -> None:
         """Add ``before``, text up to a marker and with it, and ``TEXT`` without one."""

@@ -92,17 +92,25 @@ class ObjectReader:
                 self._begin(base + at)
             self._stack.append(char)
             self._wants = _Wants.KEY_OR_END if char == "{" else _Wants.VALUE_OR_END
-        elif char == "}" and self._stack[-1:] == ["{"] and wants in (_Wants.KEY_OR_END, _Wants.MORE):
+        elif (
+            char == "}" and self._stack[-1:] == ["{"] and wants in (_Wants.KEY_OR_END, _Wants.MORE)
+        ):
             self._leave(base + at + 1)
         elif (
-            char == "]" and self._stack[-1:] == ["["] and wants in (_Wants.VALUE_OR_END, _Wants.MORE)
+            char == "]"
+            and self._stack[-1:] == ["["]
+            and wants in (_Wants.VALUE_OR_END, _Wants.MORE)
         ):
             self._leave(base + at + 1)
         elif char == ":" and wants is _Wants.COLON:
             self._wants = _Wants.VALUE
         elif char == "," and wants is _Wants.MORE:
             self._wants = _Wants.KEY if self._stack[-1] == "{" else _Wants.VALUE
-        elif self._stack and wants in (_Wants.VALUE, _Wants.VALUE_OR_END) and char in "-0123456789tfn":
+        elif (
+            self._stack
+            and wants in (_Wants.VALUE, _Wants.VALUE_OR_END)
+            and char in "-0123456789tfn"
+        ):
             self._in = "word" if char in "tfn" else "number"
             self._escape = ""
             self._begin(base + at)
@@ -114,7 +122,9 @@ class ObjectReader:
     def _string(self, text: str, at: int, base: int) -> int:
         char = text[at]
         if self._escape:
-            good = char in '"\\/bfnrtu' if self._escape == "\\" else char in "0123456789abcdefABCDEF"
+            good = (
+                char in '"\\/bfnrtu' if self._escape == "\\" else char in "0123456789abcdefABCDEF"
+            )
             if not good:
                 return self._break(at)
             self._escape += char

@@ -18,6 +18,7 @@ from radixkv.service.engine.cuda_graphs import cuda_graphs
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
 from radixkv.service.engine.preflight import check_settings
 from radixkv.service.engine.runner import ModelRunner
+from radixkv.service.engine.templates import read_template, with_template
 
 
 def settings_of(
@@ -43,6 +44,7 @@ def model_of(
     progress: Callable[[str], None] | None = None,
 ) -> LoadedModel:
     """Return the model that ``config`` asks for: the one given, or loaded from where it lies."""
+    template = None if config.chat_template is None else read_template(config.chat_template)
     if not isinstance(model, LoadedModel):
         path = path or resolve_model(config.model, progress=progress)
         check_settings(path, config)
@@ -59,6 +61,8 @@ def model_of(
         if small:
             model.generic_reason = f"kv_dtype is {config.kv_dtype}"
     _expect_decoder(model, config)
+    if template is not None:
+        model = with_template(model, template, str(config.chat_template))
     return model
 
 

@@ -5,20 +5,36 @@ Knows the tokenizer and its chat template; nothing of models or caches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.tools_formats import ToolFormat, format_of
+from radixkv.service.tools_history import shorten_ids, shown_call
+
+_NINE = "length 9"
+"""By which templates that insist on short ids of calls say so (Mistral's)."""
+_PROBE = "radixkv_probe_function"
+_ASKED = {"role": "user", "content": "hello"}
+_REMEDY = (
+    "has no place for {what}, so the model would not see them; start the server with "
+    "--chat-template FILE and a template that has one, such as "
+    "examples/templates/chatml_tools.jinja for models that speak ChatML"
+)
 
 
 class Prompting:
     """Renders chats and tokenizes text. Stateless, so any thread may use it."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, *, tool_call_parser: str = "auto") -> None:
+        """``tool_call_parser``: how the model writes calls; ``auto`` tells by its template."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._tool_call_parser = tool_call_parser
+        self._probed: dict[tuple[str, str], bool] = {}
         self.bos_token_id: int | None = tokenizer.bos_token_id
 
     @property
@@ -37,7 +53,8 @@ class Prompting:
     ) -> str:
         """Write the chat out with the model's template; ``tools`` as they are, in their order.
 
-        Raises InvalidRequest if there is no template or the template refuses these messages.
+        Raises InvalidRequest if there is no template, or it refuses these messages, or would leave
+        out tools or calls.
         """
         if not messages:
             raise InvalidRequest("messages is empty; wanted at least one", param="messages")
@@ -45,14 +62,63 @@ class Prompting:
             raise InvalidRequest(
                 "this model's tokenizer has no chat template; use completions", param="messages"
             )
+        if tools and not self._shows("tools"):
+            raise InvalidRequest(f"the chat template {_REMEDY.format(what='tools')}", param="tools")
+        if any(message.get("tool_calls") for message in messages) and not self._shows("calls"):
+            raise InvalidRequest(
+                f"the chat template {_REMEDY.format(what='tool_calls')}", param="messages"
+            )
+        return self._render(
+            messages,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            **(template_kwargs or {}),
+        )
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of functions; None: nobody knows."""
+        return format_of(self._template("tool_use"), self._tool_call_parser)
+
+    def special_ids(self, names: Collection[str]) -> dict[str, int]:
+        """Return the ids of those of ``names`` that are special tokens."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {t.content: i for i, t in added.items() if t.special and t.content in names}
+
+    def _template(self, name: str = "default") -> str | None:
+        """Return the template's text; of several named ones ``name``, where there is one."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, Mapping):
+            template = template.get(name) or template.get("default")
+        return template if isinstance(template, str) else None
+
+    def _shows(self, what: Literal["tools", "calls"]) -> bool:
+        """Whether the template writes tools, or calls in the history; found out once."""
+        key = (what, json.dumps(getattr(self._tokenizer, "chat_template", None)))
+        if key not in self._probed:
+            function: dict[str, Any] = {"name": _PROBE, "description": "", "parameters": {}}
+            tools, messages = None, [_ASKED]
+            if what == "tools":
+                tools = [{"type": "function", "function": function}]
+            else:
+                call = shown_call("000000000", _PROBE, "{}")
+                messages = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                shown = _PROBE in self._render(messages, tools=tools)
+            except InvalidRequest:  # it wants another chat than this one: then it is to say so
+                shown = True
+            self._probed[key] = shown
+        return self._probed[key]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        if _NINE in (self._template("tool_use") or ""):
+            messages = shorten_ids(messages)
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                tools=[dict(tool) for tool in tools] if tools else None,
-                **(template_kwargs or {}),
+                **kwargs,
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -123,9 +123,11 @@ class TokenText:
     so any thread may read them.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer`` is one of transformers', fast or slow."""
+    def __init__(self, tokenizer: Any, shown: Collection[str] = ()) -> None:
+        """``tokenizer`` is one of transformers', fast or slow. ``shown``: special tokens that are
+        text all the same, where the decoder is a usual one (not WINDOW)."""
         self._tokenizer = tokenizer
+        self._shown = frozenset(shown)
 
     def prepare(self) -> None:
         """Build the tables now: O(vocabulary), some tenths of a second."""
@@ -167,6 +169,8 @@ class TokenText:
         special = {token.content for token in added.values() if token.special}
         decoder = backend.decoder
         recipe = read_recipe(None if decoder is None else json.loads(decoder.__getstate__()))
+        if recipe.joining is not Joining.WINDOW:  # else the tokenizer says, and it skips them
+            special -= self._shown
         return _build(names, special, recipe)
 
     def _slow_tables(self) -> Tables:

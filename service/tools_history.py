@@ -1,0 +1,50 @@
+"""Calls and their results in a chat's history, as chat templates want to be shown them.
+
+Knows messages in OpenAI's shape; nothing of tokens, and nothing of who sends them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SHORT = 9
+
+
+def shown_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as templates read it: its arguments as the object that their JSON means.
+
+    Arguments that are no JSON object, as a call that was cut off has, stay the text they are.
+    """
+    value: object = arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        value = parsed
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
+
+
+def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with ids of calls of nine letters and digits, which Mistral's templates
+    insist on. The same id always becomes the same; one that fits stays."""
+    found = []
+    for message in messages:
+        changed = dict(message)
+        if isinstance(changed.get("tool_call_id"), str):
+            changed["tool_call_id"] = _short(changed["tool_call_id"])
+        if changed.get("tool_calls"):
+            changed["tool_calls"] = [
+                {**call, "id": _short(str(call.get("id", "")))} for call in changed["tool_calls"]
+            ]
+        found.append(changed)
+    return found
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == _SHORT and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:_SHORT]
