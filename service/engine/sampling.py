@@ -10,30 +10,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from radixkv.errors import InvalidRequest
+from radixkv.errors import InvalidRequest, RadixKVError
 from radixkv.service.engine.drawing import argmax, draw, log_total
+from radixkv.service.engine.grammar_state import GrammarState, failure, hold
 from radixkv.service.engine.nucleus import Cuts
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.penalties import LogitEdits, apply_edits
 
+if TYPE_CHECKING:
+    from radixkv.service.engine.grammar_compile import Grammar
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token drawn. ``logprob`` and ``top`` are the model's own: before penalties and cuts."""
+    """A token drawn. ``logprob`` and ``top`` are the model's own: before penalties, grammars and
+    cuts."""
 
     token_id: int
     logprob: float | None = None
     """None unless the choice asked for log-probabilities."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob) of the likeliest tokens, likeliest first."""
-    error: str | None = None
+    error: str | RadixKVError | None = None
     """Why no token could be drawn; ``token_id`` then means nothing. Other rows are not affected."""
+    final: bool = False
+    """Whether the choice is over with it: its grammar allows nothing more."""
 
 
 class Prompt:
@@ -83,7 +91,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 class ChoiceSampler:
     """One choice's randomness and memory of its tokens; lives as long as the choice does."""
 
-    __slots__ = ("_key", "edits", "params")
+    __slots__ = ("_key", "edits", "grammar", "params")
 
     def __init__(
         self,
@@ -94,14 +102,26 @@ class ChoiceSampler:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         entropy: int,
+        grammar: Grammar | None = None,
     ) -> None:
-        """``entropy`` takes the seed's place where there is none: give each request its own."""
+        """``entropy`` takes the seed's place where there is none: give each request its own.
+
+        ``grammar`` is what ``params.grammar`` means; each choice goes through it for itself.
+        """
         check_token_ids(params, vocab_size)
         prompt = prompt_ids if isinstance(prompt_ids, Prompt) else Prompt(prompt_ids)
         self.params = params
         unique = prompt.unique if params.repetition_penalty != 1.0 else np.empty(0, np.int64)
         eos = [token for token in eos_token_ids if token < vocab_size]
         self.edits = LogitEdits(params, unique[unique < vocab_size], eos)
+        self.grammar: GrammarState | None = None
+        if grammar is not None:  # it knows whether an end can be put off
+            self.grammar = grammar.start(
+                put_off=self.edits.banned_early,
+                min_tokens=params.min_tokens,
+                ignore_eos=params.ignore_eos,
+            )
+            self.edits.banned_early = np.empty(0, np.int64)
         self._key = b""
         if not params.greedy:
             source = f"entropy {entropy}" if params.seed is None else f"seed {params.seed}"
@@ -119,9 +139,10 @@ class ChoiceSampler:
         bits = blake2b(count, key=self._key, digest_size=8).digest()
         return (int.from_bytes(bits, "little") >> 11) * 2.0**-53
 
-    def record(self, token_id: int) -> None:
-        """Take note of a token drawn."""
+    def record(self, token_id: int) -> bool:
+        """Take note of a token drawn; returns whether the grammar lets nothing follow it."""
         self.edits.record(token_id)
+        return self.grammar is not None and self.grammar.take(token_id)
 
 
 @torch.inference_mode()
@@ -130,9 +151,9 @@ def sample(logits: torch.Tensor, samplers: Sequence[ChoiceSampler]) -> list[Samp
 
     logits    [R, V] fp32, one row a sampler; left unchanged
     return    one entry a row; one with ``error`` (nothing recorded) where a row has NaN or
-              +inf, or where no token is left to draw
+              +inf, or where no token is left to draw, or whose grammar cannot go on
 
-    Rows without penalties cost an argmax if greedy; the others are copied once.
+    Rows without penalties and grammars cost an argmax if greedy; the others are copied once.
     """
     assert logits.dim() == 2 and len(logits) == len(samplers), "one row of logits a choice"
     if not samplers:
@@ -140,15 +161,20 @@ def sample(logits: torch.Tensor, samplers: Sequence[ChoiceSampler]) -> list[Samp
     logits = logits.float()
     ids = np.zeros(len(samplers), np.int64)
     peaks = np.zeros(len(samplers), np.float32)
-    edited = [s.edits.active for s in samplers]
+    edited = [s.edits.active or s.grammar is not None for s in samplers]
     plain = [r for r, s in enumerate(samplers) if s.params.greedy and not edited[r]]
     if plain:
         ids[plain], peaks[plain] = argmax(logits, plain)
     if len(plain) < len(samplers):
         skip = set(plain)
         rest = [r for r in range(len(samplers)) if r not in skip]
-        copy = logits[rest] if plain else logits.clone()
+        held = [r for r in rest if samplers[r].grammar is not None]
+        if held:  # first, so that they are one slice
+            rest = held + [r for r in rest if samplers[r].grammar is None]
+        copy = logits[rest] if plain or held else logits.clone()
         apply_edits(copy, [(i, samplers[r].edits) for i, r in enumerate(rest) if edited[r]])
+        if held:
+            hold(copy[: len(held)], [s.grammar for r in held if (s := samplers[r]).grammar])
         ids[rest], peaks[rest] = _draw_copied(copy, [samplers[r] for r in rest])
     good = np.isfinite(peaks)
     logprobs = _logprobs(logits, ids, [(r, s) for r, s in enumerate(samplers) if good[r]])
@@ -157,8 +183,12 @@ def sample(logits: torch.Tensor, samplers: Sequence[ChoiceSampler]) -> list[Samp
         if not good[row]:
             drawn.append(SampledToken(0, error=_complaint(float(peaks[row]))))
             continue
-        sampler.record(token)
-        drawn.append(logprobs.get(row) or SampledToken(token))
+        taken = logprobs.get(row) or SampledToken(token)
+        if sampler.grammar is None:
+            sampler.record(token)
+        else:
+            taken = _record_held(sampler, sampler.grammar, taken)
+        drawn.append(taken)
     return drawn
 
 
@@ -191,6 +221,17 @@ def _draw_copied(
     uniforms = np.array([samplers[i].uniform() for i in warm])
     ids[warm] = draw(rows, tops, temperature, cuts, uniforms)
     return ids, peaks
+
+
+def _record_held(
+    sampler: ChoiceSampler, grammar: GrammarState, token: SampledToken
+) -> SampledToken:
+    """Record a token that had to be one of a grammar's."""
+    if grammar.error is None and sampler.record(token.token_id):
+        return replace(token, final=True)
+    if grammar.error is not None:
+        return SampledToken(0, error=failure(grammar.error))
+    return token
 
 
 def _logprobs(

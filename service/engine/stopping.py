@@ -12,7 +12,8 @@ over tokens join as bytes. Special tokens that end nothing are listed by name an
 
 *When a choice ends.* At least ``min_tokens`` tokens come before eos or a stop token, and at least
 as many have come when a stop string is complete; one that is complete earlier is text like any
-other. At the end what was held is said; if that completes a stop string, it counts.
+other. A token that its grammar lets nothing follow ends a choice, however few have come. At the end
+what was held is said; if that completes a stop string, it counts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class ChoiceStream:
         self.finished = False
         self.num_tokens = 0
         """All tokens sampled, listed or not."""
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._ends_text = frozenset(eos_token_ids)
+        self._eos = frozenset() if params.ignore_eos else self._ends_text
         self._stop_tokens = frozenset(params.stop_token_ids)
         self._min_tokens, self._max_tokens = params.min_tokens, max_tokens
         self._matcher = StopMatcher(params.stop) if params.stop else None
@@ -65,6 +67,11 @@ class ChoiceStream:
         self._finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
 
+    @property
+    def ending(self) -> frozenset[int]:
+        """The tokens that end a choice."""
+        return self._eos | self._stop_tokens
+
     def push(self, token: SampledToken) -> Delta | None:
         """Take the next token; None if nothing can be said yet. O(the token's text) amortised."""
         assert not self.finished, "a finished choice takes no more tokens"
@@ -75,6 +82,8 @@ class ChoiceStream:
                 return self._finish("stop", None)
             if token_id in self._stop_tokens:
                 return self._finish("stop", token_id)
+        if token.final and token_id in self._ends_text:
+            return self._finish("stop", None)
         logprob = None
         if self._wants_logprobs:
             logprob = token_logprob(token, self._detokenizer.next_bytes)
@@ -82,6 +91,8 @@ class ChoiceStream:
         match = self._read(self._detokenizer.push(token_id))
         if match is not None:
             return self._close(match.start, "stop", match.stop)
+        if token.final:
+            return self._finish("stop", None)
         if self.num_tokens >= self._max_tokens:
             return self._finish("length", None)
         return self._advance()

@@ -1,0 +1,214 @@
+"""Turn what an answer must look like into a matcher over a model's tokens, once for all who ask.
+
+Knows llguidance and its limits; nothing of logits. A compilation takes milliseconds, at worst a
+second or two, most of it while other Python threads run; it belongs on no thread that others wait
+for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.engine.grammar import GrammarSpec
+from radixkv.service.engine.grammar_state import GrammarState, allowed_bits, in_brief
+from radixkv.service.engine.grammar_vocab import Vocabulary
+from radixkv.service.engine.token_text import TokenText
+
+if TYPE_CHECKING:
+    from radixkv.service.engine.loading import LoadedModel
+
+MAX_KEPT = 256
+MAX_KEPT_CHARS = 2 * 1024 * 1024
+"""Of all sources together: what is compiled from them is about a hundred times as large."""
+MAX_GBNF_CHARS = 16 * 1024
+"""llama.cpp's notation is translated by Python, while other Python threads wait."""
+# Between members at most one space, or a new line with an indent: a weak model that may write any
+# white space is apt to write nothing else. A schema's own `x-guidance` goes first.
+_JSON = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
+_GBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
+# Of one step's mask about 8 ms at worst, for others wait for it; of one choice's memory some 40 MB.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A grammar over a model's tokens. Any thread may start a choice in it."""
+
+    vocabulary: Vocabulary
+    _matcher: LLMatcher
+    """At the start; only ever copied."""
+
+    def start(
+        self, *, put_off: np.ndarray, min_tokens: int = 0, ignore_eos: bool = False
+    ) -> GrammarState:
+        """Return a choice's state before its first token: some microseconds.
+
+        ``put_off`` are tokens that do not come in the first ``min_tokens`` where another may; with
+        ``ignore_eos`` the ends of a sequence at no time.
+        """
+        ends = self.vocabulary.eos if ignore_eos else ()
+        early = put_off if min_tokens else ()
+        ids = {*map(int, ends), *map(int, early)}
+        return GrammarState(
+            self._matcher.deep_copy(),
+            self.vocabulary,
+            avoid=self.vocabulary.bits(ids) if ids else None,
+            avoid_until=None if ignore_eos else min_tokens,
+        )
+
+
+class Grammars:
+    """The compiled grammars of one model: the latest used are kept, within bounds.
+
+    What a tenant had compiled only that tenant finds again, so nobody can tell by time what others
+    ask for. Any thread may ask; who asks for what is being compiled waits for it.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """``vocabulary`` is called once, when it is first needed or by ``prepare``."""
+        self._build = vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._building = threading.Lock()
+        self._lock = threading.Lock()
+        # A refusal is kept as well, as its words: an error is one caller's own.
+        self._kept: OrderedDict[tuple[str, GrammarSpec], Future[Grammar | str]] = OrderedDict()
+        self._kept_chars = 0
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The model's tokens; raises InvalidRequest if they are no pieces of text."""
+        with self._building:
+            if self._vocabulary is None:
+                self._vocabulary = self._build()
+            return self._vocabulary
+
+    def prepare(self) -> None:
+        """Build the tables of the model's tokens now, if it has such tokens."""
+        with contextlib.suppress(InvalidRequest):
+            _ = self.vocabulary
+
+    def is_kept(self, spec: GrammarSpec, tenant: str) -> bool:
+        """Whether ``compiled`` would return at once."""
+        with self._lock:
+            found = self._kept.get((tenant, spec))
+            return found is not None and found.done()
+
+    def compiled(self, spec: GrammarSpec, tenant: str) -> Grammar:
+        """Return the grammar for ``spec``; raises InvalidRequest with llguidance's own words."""
+        key = (tenant, spec)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                mine = self._kept[key] = Future()
+                self._kept_chars += len(spec.source)
+                self._drop_oldest()
+            else:
+                self._kept.move_to_end(key)
+        if found is None:
+            found = mine
+            try:
+                mine.set_result(compile_grammar(spec, self.vocabulary))
+            except InvalidRequest as refusal:
+                mine.set_result(str(refusal))
+            except BaseException as error:  # whoever waits must be told, whatever it is
+                mine.set_exception(error)
+        grammar = found.result()
+        if isinstance(grammar, str):
+            raise InvalidRequest(grammar, param="grammar")
+        return grammar
+
+    def _drop_oldest(self) -> None:
+        while len(self._kept) > MAX_KEPT or (
+            self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1
+        ):
+            (_, spec), _ = self._kept.popitem(last=False)
+            self._kept_chars -= len(spec.source)
+
+
+def vocabulary_of(model: LoadedModel, token_text: TokenText) -> Vocabulary:
+    """Build the tables of a model's tokens; raises InvalidRequest if they are no pieces of text."""
+    return Vocabulary(
+        model.tokenizer,
+        token_text,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
+    """Compile ``spec``; raises InvalidRequest if it is none, is too large, or allows no text."""
+    matcher = LLMatcher(vocabulary.tokens, _source(spec), log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise InvalidRequest(f"{spec.kind}: {in_brief(matcher.get_error())}")
+    _probe(spec, matcher.deep_copy(), vocabulary)
+    return Grammar(vocabulary, matcher)
+
+
+def _source(spec: GrammarSpec) -> str:
+    """Return ``spec`` in llguidance's own form."""
+    if spec.kind == "json_object":
+        return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=_JSON)
+    if spec.kind == "json_schema":
+        schema = spec.source
+        if json.loads(schema) is True:
+            schema = "{}"
+        try:
+            return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
+        except ValueError as e:  # deeper than it reads
+            raise InvalidRequest(f"json_schema: {in_brief(str(e))}") from None
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.source)
+    if spec.kind == "choice":
+        options = dict.fromkeys(json.loads(spec.source))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, options)))
+    if _GBNF.search(spec.source):
+        if len(spec.source) > MAX_GBNF_CHARS:
+            raise InvalidRequest(
+                f"the GBNF grammar has {len(spec.source)} characters; at most {MAX_GBNF_CHARS} are "
+                "accepted"
+            )
+        try:
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(spec.source))
+        except (GbnfToLarkError, RecursionError) as e:
+            raise InvalidRequest(f"grammar is no GBNF: {in_brief(str(e))}") from None
+    return LLMatcher.grammar_from_lark(spec.source)
+
+
+def _probe(spec: GrammarSpec, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    """Refuse what llguidance accepts and fails at with the first or the second token."""
+    state = GrammarState(matcher, vocabulary)
+    for _ in range(2):
+        (allowed,) = allowed_bits([state])
+        if state.error is not None:
+            raise InvalidRequest(f"{spec.kind}: {state.error}")
+        tokens = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+        going_on = np.setdiff1d(tokens, vocabulary.eos)
+        if matcher.is_stopped() and not matcher.is_accepting() or not len(tokens):
+            raise InvalidRequest(f"{spec.kind}: no text can look like that")
+        if not len(going_on) or matcher.is_stopped():
+            return
+        state.take(int(going_on[0]))
+        if state.error is not None:
+            raise InvalidRequest(f"{spec.kind}: {state.error}")
