@@ -276,7 +276,8 @@ class EngineCore:
         """Give ``seq`` its next token and its consumer what can be said of it."""
         request, stream = seq.request, seq.request.stream
         if token.error is not None:
-            self._fail(request, RadixKVError(token.error))
+            known = isinstance(token.error, RadixKVError)
+            self._fail(request, token.error if known else RadixKVError(token.error))
         if stream.finished:  # failed, perhaps through a sibling in this very step
             return
         seq.append(token.token_id)

@@ -17,6 +17,7 @@ from radixkv.table import BlockTable
 if TYPE_CHECKING:
     from radixkv.service.engine.adapters import Adapter
     from radixkv.service.engine.beams_group import BeamGroup
+    from radixkv.service.engine.grammar_compile import Grammar
     from radixkv.service.engine.logprobs import PromptLogprobs
     from radixkv.service.engine.sampling import ChoiceSampler, Prompt
     from radixkv.service.engine.stopping import ChoiceStream
@@ -57,6 +58,8 @@ class Request:
     """Who asks, and how urgently."""
     adapter: Adapter | None = None
     """What its name meant when it was submitted; it keeps that to its end."""
+    grammar: Grammar | None = None
+    """What ``params.grammar`` means for the model's tokens."""
     identity: CacheIdentity = field(init=False)
     """The answer for the weights that compute it; given by the engine thread."""
     account: Account = field(init=False)
