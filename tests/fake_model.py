@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.batch import StepBatch
+from radixkv.service.engine.beams import BeamParams
 from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.detokenize import TokenText
 from radixkv.service.engine.origin import LOCAL, Origin
@@ -153,6 +155,8 @@ class Rig:
         n: int = 1,
         seed: int | None = None,
         origin: Origin = LOCAL,
+        beams: BeamParams | None = None,
+        **sampling: Any,
     ) -> Stream:
         """Queue a request; greedy unless it has a seed. Tenants share nothing."""
         params = SamplingParams(
@@ -160,7 +164,8 @@ class Rig:
             n=n,
             seed=seed,
             temperature=0.0 if seed is None else 1.0,
-            ignore_eos=True,
+            beams=beams,
+            **({"ignore_eos": True} | sampling),
         )
         arrival = next(self._arrivals)
         stream = Stream(str(arrival), prompt, n, abort=self.core.abort, done=lambda _: None)

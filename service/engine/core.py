@@ -21,12 +21,13 @@ from radixkv.cache import PrefixCache
 from radixkv.errors import EngineDead, NeverFits, RadixKVError
 from radixkv.service.engine.admission import blocks_for
 from radixkv.service.engine.batch import StepBatch
+from radixkv.service.engine.beams_steps import BeamSteps, whole
 from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
 from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.inbox import Inbox
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.packing import pack
-from radixkv.service.engine.params import Delta, Usage
+from radixkv.service.engine.params import Choice, Delta, Usage
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
 from radixkv.service.engine.scheduler import Scheduler
@@ -84,6 +85,13 @@ class EngineCore:
         cache.pins.on_expired = self.counters.observer.expired
         self.failure: BaseException | None = None
         self._make_choice = make_choice
+        self._beams = BeamSteps(
+            self.scheduler,
+            self.counters,
+            make_choice=make_choice,
+            end=self._end_beams,
+            fail=self._fail,
+        )
         self._requests: dict[Stream, Request] = {}  # admitted to the scheduler and not finished
         self._outbox = Outbox()
         self._inbox = Inbox()
@@ -203,6 +211,7 @@ class EngineCore:
         row = prompt_tokens = 0
         rows: list[int] = []
         drawing: list[Sequence] = []
+        beams: list[tuple[int, Sequence]] = []
         for work, wanted in zip(works, num_rows, strict=True):
             seq, table, num_tokens = work.seq, work.table, work.num_tokens
             request, start = seq.request, table.num_tokens
@@ -210,9 +219,10 @@ class EngineCore:
             if num_tokens > 1:
                 prompt_tokens += num_tokens
             table.commit(num_tokens)
+            shares = request.beams is None or start < seq.publishes_to
             counters.note_computed(seq, start, stop)
             changed.add(request.account)
-            if start // block_size != stop // block_size or work.ends_public:
+            if shares and (start // block_size != stop // block_size or work.ends_public):
                 seq.publish()
             prompt_logprobs = request.prompt_logprobs
             if prompt_logprobs is not None and request.stream.prompt_logprobs is None:
@@ -220,7 +230,9 @@ class EngineCore:
                 if prompt_logprobs.complete:  # at once, where the prompt is a single token
                     request.stream.prompt_logprobs = prompt_logprobs.result()
             row += wanted
-            if work.reaches_end:
+            if work.reaches_end and request.beams is not None:
+                beams.append((row - 1, seq))
+            elif work.reaches_end:
                 rows.append(row - 1)
                 drawing.append(seq)
                 if not request.forked:
@@ -233,10 +245,15 @@ class EngineCore:
             tokens = sample(picked, [seq.sampler for seq in drawing])
         if self.swapper is not None:
             self.swapper.note_step(
-                prompt_tokens, batch.num_tokens, self._clock() - began_s, ended=bool(drawing)
+                prompt_tokens,
+                batch.num_tokens,
+                self._clock() - began_s,
+                ended=bool(drawing or beams),
             )
         for seq, token in zip(drawing, tokens, strict=True):
             self._advance(seq, token)
+        if beams:
+            self._beams.take(logits, beams, works)
 
     def _add(self, request: Request) -> None:
         self._requests[request.stream] = request
@@ -246,6 +263,7 @@ class EngineCore:
             return
         request.identity = request.identify()
         request.sequences.append(self._choice(request, 0))
+        self._beams.begin(request)
         self.scheduler.add(request.sequences[0])
 
     def _count_refused(self, origin: Origin) -> None:
@@ -304,18 +322,29 @@ class EngineCore:
             self.counters.finished[choice.finish_reason] += 1
             self._forget(request)
 
+    def _end_beams(self, request: Request, choices: list[Choice]) -> None:
+        """A beam search is over: all that it has to say is said at once."""
+        self.counters.finished[choices[0].finish_reason] += 1
+        for choice in choices:
+            request.stream._choices[choice.index] = choice
+        self._forget(request)
+        for choice in choices:
+            self._outbox.put(request.stream, whole(choice))
+
     def _end(self, stream: Stream, reason: str) -> None:
         """Abort: every choice that is not finished ends here and its blocks are let go."""
         request = self._requests.get(stream)
         if request is None:  # it has ended by itself in the meantime
             return
         for seq in list(request.sequences):
-            self.scheduler.finish(seq)
+            self.scheduler.finish(seq, publish=request.beams is None)
+            if request.beams is not None:
+                continue
             self._finish_output(request, seq.output, seq.index)
             if request.on_choice is not None:
                 request.on_choice(seq)
         for index in range(request.params.n):
-            if index not in stream._choices:  # choices that were never born
+            if index not in stream._choices:  # choices that were never born, and beams
                 self._finish_output(request, self._make_choice(request, index)[1], index)
         self.counters.finished[reason] += 1
         self._forget(request)

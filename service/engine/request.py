@@ -155,6 +155,15 @@ class Sequence:
         return self.request.origin.priority
 
     @property
+    def publishes_to(self) -> int:
+        """Up to which token others are to find its blocks while it runs, if it is a beam.
+
+        Only what it has computed before, for the beams that sleep and share it: what is new may be
+        of no use to anybody in a step or two.
+        """
+        return max(self.high, len(self.request.prompt_ids))
+
+    @property
     def tokens_to_come(self) -> int:
         """Tokens that it may still generate."""
         return self.request.max_tokens + len(self.request.prompt_ids) - len(self.ids)
