@@ -24,6 +24,8 @@ from radixkv.tokens import encode
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
 
+_ONE = "a session has one answer a turn, and no beams: fork it to have several"
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Snapshot:
@@ -117,8 +119,8 @@ class Session:
         try:
             at = self._at
             params = sampling_params({**setting.sampling, "seed": self._seed, **sampling})
-            if params.n != 1:
-                raise InvalidRequest(f"n is {params.n}; a session has 1, fork it", param="n")
+            if params.num_sequences != 1:
+                raise InvalidRequest(_ONE, param="n")
             prompt = setting.writer.ask(at.transcript, content)
             ids = prompt.ids
             hold = holds.new(setting.origin.tenant, setting.ttl_s, setting.budget_blocks)
@@ -334,8 +336,8 @@ def open_session(
         raise InvalidRequest(f"budget_blocks is {budget_blocks!r}; wanted 0 or more, or None")
     fields = dict(sampling)
     origin = take_origin(fields)
-    if sampling_params(fields).n != 1:
-        raise InvalidRequest("a session has one answer a turn; fork it for more", param="n")
+    if sampling_params(fields).num_sequences != 1:
+        raise InvalidRequest(_ONE, param="n")
     seed = fields.pop("seed", None)
     setting = Setting(engine, holds, writer, origin, fields, ttl_s, budget_blocks)
     return Session(setting, Snapshot(Transcript(tuple(messages))), seed=seed)
