@@ -45,9 +45,9 @@ def calls_grammar(
 ) -> GrammarSpec:
     """Return the grammar of an answer that calls ``functions``, ``only`` those named if given.
 
-    ``special``: ids of the markers that are special tokens. ``forced``: there is a call, and nothing
-    but calls; else text may come too, or in its place what ``answer`` describes. ``several``: there
-    may be more than one call. Raises InvalidRequest for a schema of no object.
+    ``special``: ids of the markers that are special tokens. ``forced``: there is a call, and no
+    text; else text may come too, or in its place what ``answer`` describes. ``several``: there may
+    be more than one call. Raises InvalidRequest for a schema of no object.
     """
     rules = _Rules(special)
     called = [f for f in functions if only is None or f.name in only]

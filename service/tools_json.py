@@ -15,7 +15,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # of a string, what ends and escapes n
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = ("true", "false", "null")
 MAX_DEPTH = 64
-"""Objects and arrays within each other; deeper ones count as broken, for what reads them recurses."""
+"""Objects and arrays within each other. Deeper ones are broken, for what reads them recurses."""
 
 
 class _Wants(Enum):
@@ -92,15 +92,7 @@ class ObjectReader:
                 self._begin(base + at)
             self._stack.append(char)
             self._wants = _Wants.KEY_OR_END if char == "{" else _Wants.VALUE_OR_END
-        elif (
-            char == "}" and self._stack[-1:] == ["{"] and wants in (_Wants.KEY_OR_END, _Wants.MORE)
-        ):
-            self._leave(base + at + 1)
-        elif (
-            char == "]"
-            and self._stack[-1:] == ["["]
-            and wants in (_Wants.VALUE_OR_END, _Wants.MORE)
-        ):
+        elif char in "}]" and self._may_end(char):
             self._leave(base + at + 1)
         elif char == ":" and wants is _Wants.COLON:
             self._wants = _Wants.VALUE
@@ -118,6 +110,11 @@ class ObjectReader:
         else:
             return self._break(at)
         return at + 1
+
+    def _may_end(self, char: str) -> bool:
+        if char == "}":
+            return self._stack[-1:] == ["{"] and self._wants in (_Wants.KEY_OR_END, _Wants.MORE)
+        return self._stack[-1:] == ["["] and self._wants in (_Wants.VALUE_OR_END, _Wants.MORE)
 
     def _string(self, text: str, at: int, base: int) -> int:
         char = text[at]

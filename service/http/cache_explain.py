@@ -6,7 +6,7 @@ Nothing is run, held, touched or counted. The body is that of a chat, of a compl
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from aiohttp import web
 from pydantic import Field, field_validator, model_validator
@@ -36,9 +36,6 @@ class ExplainRequest(GenerationFields, ChatFields, CacheFields):
         Field(description="One prompt, as text or as token ids."),
     ] = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = Field(
-        None, description="With `messages`: shown to the template as they are."
-    )
     echo: bool | None = None
     logprobs: int | bool | None = None
     add_special_tokens: bool | None = None
@@ -73,13 +70,13 @@ async def cache_explain(request: web.Request) -> web.Response:
     chat, nearest = None, None
     if body.messages is not None:
         messages = [message.for_template() for message in body.messages]
-        chat = AskedChat(messages, body.rendering() | ({"tools": body.tools} if body.tools else {}))
+        chat = AskedChat(messages, body.rendering())
         serving.check_length("".join(message["content"] for message in messages), "messages")
         ids = await serving.render(body.messages, dict(chat.rendering))
         sections = sections_of(
             model=f"{engine.model_name}:{origin.adapter}",
             messages=messages,
-            tools=body.tools,
+            tools=body.shown_tools,
             kwargs=body.chat_template_kwargs,
             salt=origin.salt,
         )

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from radixkv.service.engine.stream import Stream
 
 
-def finish_word(reason: FinishReason) -> FinishWord:
-    """Return OpenAI's word; an aborted answer is no answer, so that raises Aborted."""
+def finish_word(reason: FinishReason, *, calls: int = 0) -> FinishWord:
+    """Return OpenAI's word for the end of an answer with so many complete calls in it.
+
+    An aborted answer is no answer, so that raises Aborted.
+    """
     if reason == "abort":
         raise Aborted
-    return reason
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 async def deltas_of(

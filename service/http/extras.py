@@ -85,6 +85,7 @@ class Extras:
             sections=sections_of(
                 model=f"{request.app[SERVING].engine.model_name}:{origin.adapter}",
                 messages=messages,
+                tools=body.shown_tools,
                 kwargs=body.chat_template_kwargs,
                 salt=origin.salt,
             ),

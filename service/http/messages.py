@@ -1,4 +1,4 @@
-"""The chat part of a request: turns of text, and how the template is to write them."""
+"""The chat part of a request: turns of text and calls, and how the template is to write them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
@@ -17,7 +18,9 @@ from pydantic import (
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.fields import Strict
 from radixkv.service.http.marks import CacheBreakpoint, CacheControl, Part, read_part
+from radixkv.service.http.tools_schema import FunctionName, Tools
 from radixkv.service.http.unsupported import MESSAGE, Unsupported, refuse_unsupported
+from radixkv.service.tools_history import shown_call
 
 # These reach the template's renderer as arguments of its own; a caller who sets them would swap the
 # template, or what it returns, for everyone's server time.
@@ -73,16 +76,38 @@ Content = Annotated[str | list[TextPart], BeforeValidator(_content_text)]
 """Becomes a string."""
 
 
-class Message(Strict):
-    """One turn of a chat. The role ``developer`` means ``system``."""
+class CalledFunction(Strict):
+    """What was called, with what."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    name: FunctionName
+    arguments: str = Field(description="The JSON of an object; what is none is shown as it is.")
+
+
+class ToolCallShape(Strict):
+    """A call that the assistant made."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    """One turn of a chat. The role ``developer`` means ``system``; ``tool`` answers a call."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = Field("", description="May be null where there are `tool_calls`.")
     name: str | None = Field(None, max_length=256)
+    tool_calls: list[ToolCallShape] | None = Field(
+        None, description="Of the assistant: the calls that it made."
+    )
+    tool_call_id: str | None = Field(
+        None, max_length=256, description="Of the role `tool`: the call that this is the result of."
+    )
     cache_control: CacheControl | None = Field(
         None, description="The same as on the last part of the content."
     )
     _parts: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+    _function: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -106,11 +131,20 @@ class Message(Strict):
             parts[-1] = replace(parts[-1], control=self.cache_control)
         return parts
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Return what the chat template sees."""
         role = "system" if self.role == "developer" else self.role
-        shown = {"role": role, "content": str(self.content)}
-        return shown | ({"name": self.name} if self.name else {})
+        shown: dict[str, Any] = {"role": role, "content": str(self.content)}
+        if name := self.name or self._function:
+            shown["name"] = name
+        if self.tool_calls:
+            shown["tool_calls"] = [
+                shown_call(call.id, call.function.name, call.function.arguments)
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            shown["tool_call_id"] = self.tool_call_id
+        return shown
 
 
 def _check_messages(value: object) -> object:
@@ -119,15 +153,20 @@ def _check_messages(value: object) -> object:
         return value
     if not value:
         raise ValueError("is empty; wanted at least one message")
+    value = list(value)
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             continue
-        if message.get("role") in ("tool", "function"):
+        if message.get("role") == "function":
             raise Unsupported(
                 f"messages[{i}].role",
-                f"messages[{i}] has the role {message['role']!r}; this server does no tool calls",
+                f"messages[{i}] has the role 'function', of an older API; results of calls have "
+                "the role 'tool' and a tool_call_id",
             )
         refuse_unsupported(message, MESSAGE, at=f"messages[{i}].")
+        _check_calls(message, f"messages[{i}]")
+        if message.get("tool_calls") and message.get("content") is None:
+            value[i] = {**message, "content": ""}
         content = message.get("content")
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
@@ -140,7 +179,42 @@ def _check_messages(value: object) -> object:
     return value
 
 
-Messages = Annotated[list[Message], BeforeValidator(_check_messages)]
+def _check_calls(message: dict[str, Any], at: str) -> None:
+    """Refuse parts of calls in the wrong turns, and turns that lack what theirs must have."""
+    role, calls = message.get("role"), message.get("tool_calls")
+    if calls and role != "assistant":
+        raise InvalidRequest(
+            f"{at} has tool_calls and the role {str(role)[:40]!r}; only the assistant calls",
+            param=f"{at}.tool_calls",
+        )
+    if (message.get("tool_call_id") is not None) != (role == "tool"):
+        if role == "tool":
+            raise _missing(f"{at}.tool_call_id")
+        raise InvalidRequest(
+            f"{at} has a tool_call_id and not the role 'tool'", param=f"{at}.tool_call_id"
+        )
+    if "content" not in message and not calls:
+        raise _missing(f"{at}.content")
+
+
+def _missing(path: str) -> InvalidRequest:
+    problem = InvalidRequest(f"missing required parameter: '{path}'", param=path)
+    problem.code = "missing_required_parameter"
+    return problem
+
+
+def _name_results(messages: list[Message]) -> list[Message]:
+    """Tell each result of a call its function, which some templates want to name."""
+    called: dict[str, str] = {}
+    for message in messages:
+        for call in message.tool_calls or ():
+            called[call.id] = call.function.name
+        if message.role == "tool":
+            message._function = called.get(message.tool_call_id or "")
+    return messages
+
+
+Messages = Annotated[list[Message], BeforeValidator(_check_messages), AfterValidator(_name_results)]
 
 
 class ChatFields(Strict):
@@ -154,6 +228,9 @@ class ChatFields(Strict):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as `enable_thinking`."
+    )
+    tools: Tools | None = Field(
+        None, description="Functions that the model may call, shown to it just as they are here."
     )
 
     @field_validator("chat_template_kwargs")
@@ -175,4 +252,10 @@ class ChatFields(Strict):
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": bool(self.continue_final_message),
             "template_kwargs": self.chat_template_kwargs,
+            "tools": self.shown_tools,
         }
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as they were sent; None if there are none."""
+        return self.tools or None  # type: ignore[return-value]  # the validator kept what was sent

@@ -17,7 +17,7 @@ from radixkv.service.http.explain_shapes import ExplainRecord
 if TYPE_CHECKING:
     from radixkv.service.engine.stream import Stream
 
-FinishWord = Literal["stop", "length"]
+FinishWord = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(TypedDict):
@@ -83,12 +83,28 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class FunctionReply(TypedDict):
+    """A function that the model calls; `arguments` is JSON text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReply(TypedDict):
+    """A call, to be answered by a message of the role `tool` with its id."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionReply
+
+
 class ChatMessage(TypedDict):
-    """A whole answer."""
+    """A whole answer; its `content` is null where there are only calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCallReply]]
 
 
 class ChatChoice(TypedDict):
@@ -117,11 +133,28 @@ class ChatReply(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
 
 
+class FunctionDelta(TypedDict):
+    """The name, once, or more of the arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What a chunk adds to the call of this index; its first chunk has id, type and name."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ChatDelta(TypedDict):
     """What a chunk adds; the first of each index carries the role."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):

@@ -6,7 +6,7 @@ Knows how to bring a prompt to the engine without holding up the event loop; not
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -174,7 +174,7 @@ class Serving:
     async def render(self, messages: Sequence[Message], rendering: dict[str, Any]) -> list[int]:
         """Turn a chat into token ids."""
         shown = [message.for_template() for message in messages]
-        size = sum(_MESSAGE_CHARS + len(message["content"]) for message in shown)
+        size = _size(shown, rendering)
         return await self._run(size, partial(self.engine.render, shown, **rendering))
 
     async def render_marked(
@@ -182,13 +182,22 @@ class Serving:
     ) -> tuple[list[int], tuple[Keep, ...]]:
         """Turn a chat into token ids, and its breakpoints into what of them is to stay resident."""
         shown = [message.for_template() for message in messages]
-        size = sum(_MESSAGE_CHARS + len(message["content"]) for message in shown)
+        size = _size(shown, rendering)
         cuts = [mark.cut for mark in marks]
         ids, positions = await self._run(
             size * (1 + len(cuts)), partial(self.engine.render_cut, shown, cuts, **rendering)
         )
         keeps = [Keep(at, mark.ttl_s) for at, mark in zip(positions, marks, strict=True)]
         return ids, tuple(keeps)
+
+    async def compile_grammar(
+        self, request: web.Request, params: SamplingParams, param: str = "response_format"
+    ) -> None:
+        """Compile the grammar of ``params``, if there is one, before anything is queued: a bad one
+        is the InvalidRequest of the field ``param``. In a thread, unless that was done before."""
+        if params.grammar is not None:
+            tenant = caller_of(request).tenant
+            await self.engine.grammars.compile_beside(params.grammar, tenant, param)
 
     async def detokenize(self, prompts: Sequence[Prompt]) -> list[str]:
         """Turn token ids into texts; what is text already stays."""
@@ -226,7 +235,7 @@ class Serving:
             raise ShuttingDown
         line, caller = line_of(request), caller_of(request)
         if not line.paid:
-            self.admit(request, [token_ids], params.n)
+            self.admit(request, [token_ids], params.num_sequences)
         if line.paid:  # and not where nobody pays
             line.paid.popleft()
         try:
@@ -289,6 +298,14 @@ class Serving:
         if size <= _INLINE_CHARS:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+
+def _size(shown: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any]) -> int:
+    """Estimate the characters of a rendered chat."""
+    size = sum(_MESSAGE_CHARS + len(message["content"]) for message in shown)
+    for more in (rendering.get("tools"), *(m["tool_calls"] for m in shown if "tool_calls" in m)):
+        size += len(str(more)) if more else 0
+    return size
 
 
 SERVING = web.AppKey("SERVING", Serving)
