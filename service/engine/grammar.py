@@ -7,14 +7,14 @@ grammar_masks.py's affair.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from radixkv.errors import InvalidRequest
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
-MAX_SOURCE_CHARS = 256 * 1024
+MAX_SOURCE_CHARS = 128 * 1024
 """Of a schema, pattern, list or grammar."""
 MAX_CHOICES_LISTED = 4096
 MAX_NESTING = 64
@@ -25,7 +25,9 @@ MAX_NESTING = 64
 class GrammarSpec:
     """One of five ways to say what a choice's text must be. Raises InvalidRequest.
 
-    Only cheap checks are made here; the rest when a model's tokens are known (``Grammars``).
+    Only cheap checks are made here; the rest when a model's tokens are known (``Grammars``). Each
+    has a constructor of its name, and each is a keyword where an Engine is asked:
+    ``engine.generate(prompt, json_schema=...)``.
     """
 
     kind: GrammarKind
@@ -60,8 +62,11 @@ class GrammarSpec:
         return cls("json_object")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> GrammarSpec:
-        """JSON that is valid under ``schema``: an object, or its text."""
+    def json_schema(cls, schema: Any) -> GrammarSpec:
+        """JSON that is valid under ``schema``: a mapping, its text, or a model of pydantic's."""
+        describe = getattr(schema, "model_json_schema", None)
+        if isinstance(schema, type) and describe is not None:
+            schema = describe()
         return cls("json_schema", schema if isinstance(schema, str) else _dumped(schema))
 
     @classmethod
@@ -72,12 +77,33 @@ class GrammarSpec:
     @classmethod
     def choice(cls, options: Sequence[str]) -> GrammarSpec:
         """One of ``options``, to the letter."""
+        if isinstance(options, str):  # or its letters would be the options
+            raise InvalidRequest("choice is no list of strings")
         return cls("choice", _dumped(list(options)))
 
     @classmethod
     def lark(cls, grammar: str) -> GrammarSpec:
         """Text of a grammar in llguidance's Lark, whose first rule is ``start``."""
         return cls("lark", grammar)
+
+
+def take_grammar(given: MutableMapping[str, Any]) -> GrammarSpec | None:
+    """Build a spec from those keywords in ``given`` that are kinds of one, and remove them.
+
+    ``json_object`` is True or False. Raises InvalidRequest if there are two, ``grammar`` counted.
+    """
+    found: dict[str, GrammarSpec] = {}
+    for kind in get_args(GrammarKind):
+        value = given.pop(kind, None)
+        if value is not None and value is not False:
+            make = getattr(GrammarSpec, kind)
+            found[kind] = make() if kind == "json_object" else make(value)
+    if given.get("grammar") is not None:
+        found["grammar"] = given["grammar"]
+    if len(found) > 1:
+        names = list(found)
+        raise InvalidRequest(f"{' and '.join(names)} are given; wanted one of them", param=names[0])
+    return next(iter(found.values()), None)
 
 
 def _dumped(value: object) -> str:

@@ -7,13 +7,14 @@ for.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,7 @@ class Grammars:
         # A refusal is kept as well, as its words: an error is one caller's own.
         self._kept: OrderedDict[tuple[str, GrammarSpec], Future[Grammar | str]] = OrderedDict()
         self._kept_chars = 0
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="radixkv-grammar")
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -137,6 +139,22 @@ class Grammars:
         if isinstance(grammar, str):
             raise InvalidRequest(grammar, param="grammar")
         return grammar
+
+    async def compile_beside(self, spec: GrammarSpec, tenant: str, param: str = "grammar") -> None:
+        """Have ``spec`` compiled in a thread, so that ``compiled`` has it at once.
+
+        Two threads at most, whoever asks: a stream of hostile schemas takes no more of the machine.
+        Raises InvalidRequest that names ``param``.
+        """
+        try:
+            if self.is_kept(spec, tenant):
+                self.compiled(spec, tenant)
+            else:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._threads, self.compiled, spec, tenant)
+        except InvalidRequest as e:
+            e.param = param
+            raise
 
     def _drop_oldest(self) -> None:
         while len(self._kept) > MAX_KEPT or (

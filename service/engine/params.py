@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.beams import BeamParams
-from radixkv.service.engine.grammar import GrammarSpec
+from radixkv.service.engine.grammar import GrammarSpec, take_grammar
 from radixkv.service.engine.keep import Kept
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -78,6 +78,7 @@ class SamplingParams:
             value = getattr(self, name)
             need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"0 to {MAX_LOGPROBS}")
         need(all(self.stop), "stop", "strings that are not empty")
+        need(isinstance(self.grammar, GrammarSpec | None), "grammar", "a GrammarSpec")
         need(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit whole number")
         if self.beams is not None:
             self.beams.check(self)
@@ -189,17 +190,21 @@ class Generation:
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from keywords: ``stop`` may be one string, lists may stand for tuples.
+    """SamplingParams from keywords: ``stop`` may be one string, lists may stand for tuples, and the
+    kinds of a GrammarSpec (``json_schema=``, ``regex=``...) are keywords.
 
     Raises InvalidRequest naming a field that does not exist.
     """
     known = SamplingParams.__dataclass_fields__
-    for name in fields:
+    values = dict(fields)
+    grammar = take_grammar(values)
+    if grammar is not None:
+        values["grammar"] = grammar
+    for name in values:
         if name not in known:
             raise InvalidRequest(
                 f"{name} is no sampling parameter; known: {', '.join(known)}", param=name
             )
-    values = dict(fields)
     stop = values.get("stop")
     if isinstance(stop, str):
         values["stop"] = (stop,)

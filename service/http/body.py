@@ -125,7 +125,7 @@ def explain(error: ValidationError, at: str = "") -> InvalidRequest:
     got = _brief(first["input"])
     message = (
         f"{path} is {got}; wanted {wanted}"
-        if first["msg"].startswith("Input")
+        if first["msg"].startswith("Input should be")
         else (f"{path}: {text}" if path else text)
     )
     problem = InvalidRequest(message, param=path or None)

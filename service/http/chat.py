@@ -41,6 +41,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     token_ids, keeps = await serving.render_marked(body.messages, body.rendering(), body.marks())
     answer = ChatAnswer(serving, body)
     extras = Extras.of_chat(request, body, answer.id)
+    await serving.compile_grammar(request, params, body.form_field)
     with serving.running(request):
         stream = serving.submit(
             request,

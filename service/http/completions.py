@@ -48,6 +48,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
     answer = CompletionAnswer(serving, body)
     extras = Extras.of_completion(request, body, answer.id)
+    await serving.compile_grammar(request, params, body.form_field)
     if body.echo:
         answer.echoes = await serving.detokenize(body.prompts)
     with serving.running(request):

@@ -11,6 +11,7 @@ from radixkv.service.engine.params import MAX_LOGPROBS, SamplingParams
 from radixkv.service.http.fields import GenerationFields, Strict
 from radixkv.service.http.marks import CacheFields, Mark, marks_of
 from radixkv.service.http.messages import ChatFields, Messages
+from radixkv.service.http.structured import StructuredFields
 from radixkv.service.http.unsupported import CHAT, COMPLETION, Unsupported, refuse_unsupported
 
 MAX_PROMPTS = 256
@@ -18,7 +19,7 @@ MAX_TOTAL_CHOICES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-class ChatRequest(GenerationFields, ChatFields, CacheFields):
+class ChatRequest(GenerationFields, ChatFields, StructuredFields, CacheFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Messages = Field(min_length=1)
@@ -38,7 +39,7 @@ class ChatRequest(GenerationFields, ChatFields, CacheFields):
             raise InvalidRequest(
                 "top_logprobs is only accepted with logprobs: true", param="top_logprobs"
             )
-        given = self.common_sampling()
+        given = self.common_sampling() | {"grammar": self.grammar_spec()}
         given["max_tokens"] = self.max_completion_tokens or self.max_tokens
         if given["max_tokens"] == 0:
             raise InvalidRequest("max_tokens is 0; wanted 1 or more", param="max_tokens")
@@ -84,7 +85,7 @@ def _token_ids(ids: list[int]) -> list[int]:
     return ids
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(GenerationFields, StructuredFields):
     """The body of `POST /v1/completions`."""
 
     prompt: Annotated[
@@ -130,7 +131,7 @@ class CompletionRequest(GenerationFields):
                 f"most {MAX_TOTAL_CHOICES} are accepted in one request",
                 param="n",
             )
-        given = self.common_sampling()
+        given = self.common_sampling() | {"grammar": self.grammar_spec()}
         given["max_tokens"] = (
             DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
         )

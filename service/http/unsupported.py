@@ -13,17 +13,9 @@ from typing import Any
 from radixkv.errors import InvalidRequest
 
 _COMMON: dict[str, tuple[object, ...]] = {
-    # answers of another form
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
+    # answers of another form (those that we know are in structured.py)
+    "structural_tag": (),
+    "guided_whitespace_pattern": (),
     # other ways to draw tokens
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -100,6 +92,13 @@ ANTHROPIC: dict[str, tuple[object, ...]] = {
     "output_format": (),
     "output_config": (),
     "fallbacks": (),
+}
+
+STRUCTURED: dict[str, tuple[object, ...]] = {
+    "structural_tag": (),
+    "whitespace_pattern": (),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
 }
 
 MESSAGE: dict[str, tuple[object, ...]] = {
