@@ -78,7 +78,7 @@ class Asks:
             text = "".join(str(message.content) for message in body.messages)
             self._serving.check_length(text, "messages")
         else:
-            self._serving.check_choices(len(body.prompts), params.n)
+            self._serving.check_choices(len(body.prompts), params.num_sequences)
             for prompt in body.prompts:
                 self._serving.check_length(prompt, "prompt")
         origin = Origin(
@@ -105,7 +105,7 @@ class Asks:
             engine.prompting.check_ids(ids, ask.param)
         adapter, salt = ask.origin.adapter, ask.origin.salt
         group = repr((adapter, salt)).encode() if adapter or salt else b""
-        answer_tokens = params.n * min(params.max_tokens or _TALK_TOKENS, 2**20)
+        answer_tokens = params.num_sequences * min(params.max_tokens or _TALK_TOKENS, 2**20)
         return [
             Prompt(
                 group,
@@ -114,7 +114,7 @@ class Asks:
                 ask.line.offset,
                 index,
                 answer_tokens,
-                params.n,
+                params.num_sequences,
                 params.prompt_logprobs is None,
             )
             for index, ids in enumerate(found)

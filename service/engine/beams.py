@@ -72,6 +72,7 @@ class BeamParams:
             ("logit_bias", ({},)),
             ("stop", ((),)),
             ("grammar", (None,)),
+            ("best_of", (None,)),
         ):
             value = getattr(params, name)
             if value not in neutral:

@@ -18,7 +18,7 @@ from radixkv.errors import InvalidRequest, RadixKVError
 from radixkv.service.engine.beams_group import BeamGroup
 from radixkv.service.engine.beams_running import move
 from radixkv.service.engine.beams_search import BeamSearch, Candidates, Finished, find_candidates
-from radixkv.service.engine.params import Choice, Delta
+from radixkv.service.engine.params import Choice
 from radixkv.service.engine.request import Request, Sequence
 
 if TYPE_CHECKING:
@@ -167,15 +167,3 @@ class BeamSteps:
             cumulative_logprob=float(answer.total),
             score=float(answer.score),
         )
-
-
-def whole(choice: Choice) -> Delta:
-    """Return all of a choice as one delta."""
-    return Delta(
-        index=choice.index,
-        text=choice.text,
-        token_ids=choice.token_ids,
-        logprobs=choice.logprobs,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-    )

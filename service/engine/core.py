@@ -21,7 +21,8 @@ from radixkv.cache import PrefixCache
 from radixkv.errors import EngineDead, NeverFits, RadixKVError
 from radixkv.service.engine.admission import blocks_for
 from radixkv.service.engine.batch import StepBatch
-from radixkv.service.engine.beams_steps import BeamSteps, whole
+from radixkv.service.engine.beams_steps import BeamSteps
+from radixkv.service.engine.best import best_of, whole
 from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
 from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.inbox import Inbox
@@ -89,7 +90,7 @@ class EngineCore:
             self.scheduler,
             self.counters,
             make_choice=make_choice,
-            end=self._end_beams,
+            end=self._end_whole,
             fail=self._fail,
         )
         self._requests: dict[Stream, Request] = {}  # admitted to the scheduler and not finished
@@ -286,7 +287,7 @@ class EngineCore:
     def _fork(self, request: Request) -> list[Sequence]:
         if request.on_prompt is not None:
             request.on_prompt(request.sequences[0])
-        born = [self._choice(request, i) for i in range(1, request.params.n)]
+        born = [self._choice(request, i) for i in range(1, request.params.num_sequences)]
         self.scheduler.fork(request, born)
         return born
 
@@ -306,6 +307,10 @@ class EngineCore:
             stream.first_token_s = time.monotonic()
         self._update_usage(request)
         delta = seq.output.push(token)
+        if request.params.selects:
+            assert token.logprob is not None, "drawn for a request that selects"
+            seq.total += token.logprob
+            delta = None  # it may not be among those that are returned
         if seq.output.finished:
             self.scheduler.finish(seq)
             self._close_choice(seq)
@@ -315,6 +320,11 @@ class EngineCore:
     def _close_choice(self, seq: Sequence) -> None:
         """Record a finished choice; with the last one the request is over."""
         request, choice = seq.request, seq.output.choice()
+        if request.params.selects:
+            request.drawn.append((seq, choice))
+            if not request.sequences:
+                self._end_whole(request, best_of(request))
+            return
         request.stream._choices[seq.index] = choice
         if request.on_choice is not None:
             request.on_choice(seq)
@@ -322,8 +332,8 @@ class EngineCore:
             self.counters.finished[choice.finish_reason] += 1
             self._forget(request)
 
-    def _end_beams(self, request: Request, choices: list[Choice]) -> None:
-        """A beam search is over: all that it has to say is said at once."""
+    def _end_whole(self, request: Request, choices: list[Choice]) -> None:
+        """A request is over that says nothing before its end."""
         self.counters.finished[choices[0].finish_reason] += 1
         for choice in choices:
             request.stream._choices[choice.index] = choice
@@ -338,13 +348,13 @@ class EngineCore:
             return
         for seq in list(request.sequences):
             self.scheduler.finish(seq, publish=request.beams is None)
-            if request.beams is not None:
+            if request.beams is not None or request.params.selects:
                 continue
             self._finish_output(request, seq.output, seq.index)
             if request.on_choice is not None:
                 request.on_choice(seq)
         for index in range(request.params.n):
-            if index not in stream._choices:  # choices that were never born, and beams
+            if index not in stream._choices:  # never born, or not selected
                 self._finish_output(request, self._make_choice(request, index)[1], index)
         self.counters.finished[reason] += 1
         self._forget(request)

@@ -53,6 +53,8 @@ class SamplingParams:
     """What the text of every choice must look like (grammar.py)."""
     beams: BeamParams | None = None
     """Search for the likeliest answers instead of drawing; ``n`` of them are returned."""
+    best_of: int | None = None
+    """Draw that many choices and return the ``n`` likeliest, by log-probability a token."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, wanted: str) -> None:
@@ -80,13 +82,25 @@ class SamplingParams:
         need(all(self.stop), "stop", "strings that are not empty")
         need(isinstance(self.grammar, GrammarSpec | None), "grammar", "a GrammarSpec")
         need(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit whole number")
+        most = self.best_of
+        need(most is None or self.n <= most <= MAX_CHOICES, "best_of", f"n to {MAX_CHOICES}")
         if self.beams is not None:
             self.beams.check(self)
 
     @property
     def num_sequences(self) -> int:
         """Sequences that run at once for it: choices, or the beams of a search."""
-        return self.n if self.beams is None else self.beams.width
+        return (self.best_of or self.n) if self.beams is None else self.beams.width
+
+    @property
+    def selects(self) -> bool:
+        """Whether choices are drawn that may not be returned."""
+        return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def logprobs_to_find(self) -> int | None:
+        """``logprobs``, or 0 where choices are selected by those of their own tokens."""
+        return 0 if self.logprobs is None and self.selects else self.logprobs
 
     @property
     def greedy(self) -> bool:
@@ -148,9 +162,9 @@ class Choice:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     cumulative_logprob: float | None = None
-    """Of a beam: the sum over its tokens, one that ended it included."""
+    """Of a beam, or one of ``best_of``: the sum over its tokens, one that ended it included."""
     score: float | None = None
-    """Of a beam: that sum over the number of tokens to the power of the length penalty."""
+    """That sum over the number of tokens, which for a beam is to the power of its penalty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from radixkv import tokens as token_codec
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.origin import LOCAL, Origin
-from radixkv.service.engine.params import SamplingParams
+from radixkv.service.engine.params import Choice, SamplingParams
 from radixkv.table import BlockTable
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class Request:
     """False once the weights changed under it: its KV belongs to no identity any more."""
     beams: BeamGroup | None = None
     """Its beam search, if it is one: then ``sequences`` are the beams that run."""
+    drawn: list[tuple[Sequence, Choice]] = field(default_factory=list)
+    """Choices that are finished, until it is known which of them are returned (``best_of``)."""
 
     @property
     def unborn(self) -> int:
@@ -122,6 +124,8 @@ class Sequence:
     skipped: int = 0
     """How many sequences that came later were admitted before this one."""
     preemptions: int = 0
+    total: float = 0.0
+    """The sum of its tokens' log-probabilities, if choices are selected by that."""
     saved: Saved | None = None
     """What a preemption put into host memory and is not restored yet."""
 

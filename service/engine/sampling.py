@@ -238,7 +238,7 @@ def _logprobs(
     logits: torch.Tensor, ids: np.ndarray, rows: Sequence[tuple[int, ChoiceSampler]]
 ) -> dict[int, SampledToken]:
     """Return the tokens of the rows whose choices ask for log-probabilities, by row."""
-    wanted = [(r, s.params.logprobs) for r, s in rows if s.params.logprobs is not None]
+    wanted = [(r, k) for r, s in rows if (k := s.params.logprobs_to_find) is not None]
     if not wanted:
         return {}
     which = [r for r, _ in wanted]

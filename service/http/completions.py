@@ -40,7 +40,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
     serving.check_model(body.model)
     params = body.sampling()
-    serving.check_choices(len(body.prompts), params.n)
+    serving.check_choices(len(body.prompts), params.num_sequences)
     for prompt in body.prompts:
         serving.check_length(prompt, "prompt")
     prompts = await serving.tokenize(
@@ -52,7 +52,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if body.echo:
         answer.echoes = await serving.detokenize(body.prompts)
     with serving.running(request):
-        serving.admit(request, prompts, params.n)
+        serving.admit(request, prompts, params.num_sequences)
         streams = []
         for i, token_ids in enumerate(prompts):
             if i:

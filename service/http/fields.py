@@ -16,6 +16,7 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import MAX_CHOICES, MAX_LOGPROBS
 from radixkv.service.http.auth import caller_of
+from radixkv.service.http.beams import BeamFields
 from radixkv.service.http.model_ids import MODEL_IDS
 
 MAX_STOPS = 16
@@ -100,7 +101,7 @@ class OriginFields(Strict):
         )
 
 
-class GenerationFields(OriginFields):
+class GenerationFields(OriginFields, BeamFields):
     """What both of OpenAI's generation routes accept."""
 
     model: str | None = Field(
@@ -157,7 +158,7 @@ class GenerationFields(OriginFields):
         given["stop"] = tuple(self.stop or ())
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given["logit_bias"] = self._biases()
-        return given
+        return given | self.search(self.n or 1)
 
     @property
     def include_usage(self) -> bool:

@@ -94,7 +94,6 @@ class CompletionRequest(GenerationFields, StructuredFields):
     ]
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, description="Only accepted if equal to `n`.")
     add_special_tokens: bool | None = Field(
         None, description="Default true: add the tokenizer's BOS to text prompts."
     )
@@ -119,8 +118,6 @@ class CompletionRequest(GenerationFields, StructuredFields):
         refuse_unsupported(self.model_extra, COMPLETION)
         self.check_stream()
         n = self.n or 1
-        if self.best_of is not None and self.best_of != n:
-            raise Unsupported("best_of", f"best_of is {self.best_of}; only n ({n}) is accepted")
         if self.scores_only and not self.echo:
             raise InvalidRequest(
                 "max_tokens is 0, which is only accepted with echo: true", param="max_tokens"

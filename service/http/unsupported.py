@@ -17,9 +17,6 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "structural_tag": (),
     "guided_whitespace_pattern": (),
     # other ways to draw tokens
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "bad_words": (),
     "allowed_token_ids": (),
     "logits_processors": (),
@@ -68,7 +65,6 @@ CHAT: dict[str, tuple[object, ...]] = _COMMON | {
     "chat_template": (),
     "add_special_tokens": (False,),
     "echo": (False,),
-    "best_of": (1,),
     "suffix": (),
     "input_ids": (),
     "image_data": (),
