@@ -56,7 +56,7 @@ class BeamSteps:
             search = BeamSearch(
                 params.beams, max_tokens=request.max_tokens, ending=first.output.ending
             )
-            request.beams = BeamGroup(search, [first])
+            request.beams = request.stream.beams = BeamGroup(search, [first])
 
     def take(
         self, logits: torch.Tensor, rows: list[tuple[int, Sequence]], works: list[Work]

@@ -24,7 +24,7 @@ from radixkv.config import EngineConfig
 from radixkv.errors import InvalidRequest
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.adapters import Adapter, Adapters, split_setting
-from radixkv.service.engine.asking import Asking
+from radixkv.service.engine.beams_asking import BeamAsking
 from radixkv.service.engine.building import kv_dtype_of, model_of, runner_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
@@ -55,7 +55,7 @@ from radixkv.service.session_text import ChatWriter, Message, PlainWriter, Write
 log = logging.getLogger("radixkv.engine")
 
 
-class Engine(Asking):
+class Engine(BeamAsking):
     """A model, its paged KV pool and its prefix cache, served by one thread.
 
     >>> with Engine("smollm2", kv_memory="512MiB") as engine:            # doctest: +SKIP

@@ -17,6 +17,7 @@ from radixkv.service.engine.lookups import Lookup
 from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogprob, Usage
 
 if TYPE_CHECKING:
+    from radixkv.service.engine.beams_group import BeamGroup
     from radixkv.service.engine.explaining import Explained
 
 
@@ -49,6 +50,8 @@ class Stream:
         self.explain = False
         self.explained: Explained | None = None
         """Why not all of the prompt was cached, as of its admission; only if ``explain`` is set."""
+        self.beams: BeamGroup | None = None
+        """How its beam search goes, if it is one; written by the engine thread."""
         self.arrived_s = time.monotonic()
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
