@@ -1,4 +1,4 @@
-"""Where in a rendered chat a message, or the beginning of one, ends: in tokens of the whole prompt.
+"""Where in a rendered chat its tools, a message, or a part of one ends: in tokens of the prompt.
 
 Knows templates and tokenizers as ``Prompting`` shows them; nothing of why anybody wants to know.
 """
@@ -11,19 +11,24 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.prompting import Prompting
+from radixkv.service.engine.regions import common_chars
 from radixkv.tokens import common_prefix, encode
 
 _OTHER = "\ue000"
 """A character of private use: what follows the cut hardly begins with it."""
+_OTHER_TOOL = {"type": "function", "function": {"name": _OTHER, "parameters": {}}}
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place in a chat: behind ``messages[message]``, or behind the beginning ``text`` of it."""
+    """A place in a chat: behind ``messages[message]``, or behind the beginning ``text`` of it and
+    the first ``calls`` of its calls; or, if ``tools`` is given, behind so many of the tools."""
 
     message: int
     text: str | None = None
     """None: the whole message, with all that the template writes after it."""
+    calls: int = 0
+    tools: int | None = None
 
 
 def render_cut(
@@ -60,8 +65,11 @@ def _common(
     rendering: Mapping[str, Any],
 ) -> int:
     """Count the characters of ``text`` that come before ``cut``."""
+    if cut.tools is not None:
+        tools = [*(rendering.get("tools") or ())[: cut.tools], _OTHER_TOOL]
+        return common_chars(text, prompting.render_text(messages, **{**rendering, "tools": tools}))
     before, last = list(messages[: cut.message]), messages[cut.message]
-    shown = last if cut.text is None else {**last, "content": cut.text}
+    shown = last if cut.text is None else _beginning(last, cut.text, cut.calls)
     closed = {**rendering, "add_generation_prompt": False, "continue_final_message": False}
     try:
         without = prompting.render_text([*before, shown], **closed)
@@ -71,9 +79,12 @@ def _common(
         shown = {**last, "content": str(shown["content"]) + _OTHER}
         rest = messages[cut.message + 1 :]
         without = prompting.render_text([*before, shown, *rest], **rendering)
-    return common_prefix(_as_words(text), _as_words(without))
+    return common_chars(text, without)
 
 
-def _as_words(text: str) -> bytes:
-    """Write a character as four bytes, as tokens are, so that no Python step compares them."""
-    return text.encode("utf-32-be", "surrogatepass")
+def _beginning(message: Mapping[str, Any], text: str, calls: int) -> dict[str, Any]:
+    """Return a message that ends early, without the calls that come after."""
+    shown = {**message, "content": text}
+    if kept := (shown.pop("tool_calls", None) or [])[:calls]:
+        shown["tool_calls"] = kept
+    return shown

@@ -119,14 +119,21 @@ class Part:
     breakpoint: CacheBreakpoint | None = None
     at: str = ""
     """Its place in the body, for errors."""
+    is_call: bool = False
+    """Whether it is a call, which has no text."""
 
 
-def marks_of(turns: Sequence[Sequence[Part]], fields: AutomaticFields) -> tuple[Mark, ...]:
+def marks_of(
+    turns: Sequence[Sequence[Part]],
+    fields: AutomaticFields,
+    tools: Sequence[CacheControl | None] = (),
+) -> tuple[Mark, ...]:
     """Collect the breakpoints of a chat; raises InvalidRequest where they break a rule.
 
-    ``turns`` are the parts of each message that the template is shown.
+    ``turns`` are the parts of each message that the template is shown; ``tools``: the breakpoint
+    of each tool.
     """
-    marks = _controls(turns, fields.cache_control)
+    marks = _controls(turns, fields.cache_control, tools)
     if isinstance(fields, CacheFields):
         marks += _breakpoints(turns, fields, MAX_MARKS - len(marks))
     found: dict[Cut, float] = {}
@@ -138,19 +145,29 @@ def marks_of(turns: Sequence[Sequence[Part]], fields: AutomaticFields) -> tuple[
 def _cut(turns: Sequence[Sequence[Part]], i: int, j: int) -> Cut:
     if j == len(turns[i]) - 1:
         return Cut(i)
-    return Cut(i, "\n".join(part.text for part in turns[i][: j + 1]))
+    before = turns[i][: j + 1]
+    texts = [part.text for part in before if not part.is_call]
+    return Cut(i, "\n".join(texts), calls=len(before) - len(texts))
 
 
-def _controls(turns: Sequence[Sequence[Part]], automatic: CacheControl | None) -> list[Mark]:
+def _controls(
+    turns: Sequence[Sequence[Part]],
+    automatic: CacheControl | None,
+    tools: Sequence[CacheControl | None],
+) -> list[Mark]:
     found: list[Mark] = []
     longest: float | None = None
     last: Part | None = None
+    for i, control in enumerate(tools):
+        if control is not None:
+            longest = _in_order(control.ttl_s, longest, f"tools[{i}].cache_control.ttl")
+            found.append(Mark(Cut(-1, tools=i + 1), control.ttl_s))
     for i, parts in enumerate(turns):
         for j, last in enumerate(parts):
             control = last.control
             if control is None:
                 continue
-            if not last.text:
+            if not last.text and not last.is_call:
                 raise InvalidRequest(
                     f"{last.at} is empty and has a cache_control; wanted some text",
                     param=f"{last.at}.cache_control",
