@@ -133,11 +133,11 @@ class Session:
                     on_choice=holds.at_end(hold),
                 )
             except ContextTooLong as error:
-                over = error.prompt_tokens + (error.max_tokens or 1) - error.limit
-                had = len(at.transcript.ids)
+                answer, had = error.max_tokens or 1, len(at.transcript.ids)
                 error.args = (
-                    f"{error} That is {over} tokens too many: the session has {had} tokens, this "
-                    f"adds {len(ids) - had}. Rewind it, or begin another with a summary.",
+                    f"{error} The session has {had} tokens, this adds {len(ids) - had}, and with "
+                    f"{answer} for an answer that is {len(ids) + answer - error.limit} too many: "
+                    "rewind it, or begin another with a summary.",
                 )
                 raise
             reply = Reply(stream, partial(self._settle, prompt, hold), content, at.number + 1)
