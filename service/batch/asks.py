@@ -23,6 +23,7 @@ from radixkv.service.http.chat import ChatAnswer
 from radixkv.service.http.completions import CompletionAnswer
 from radixkv.service.http.schema import ChatRequest, CompletionRequest
 from radixkv.service.http.serving import Serving
+from radixkv.service.http.tools_plan import ToolPlan, plan_tools
 from radixkv.tokens import encode
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Ask:
     body: ChatRequest | CompletionRequest
     params: SamplingParams
     origin: Origin
+    plan: ToolPlan = ToolPlan()
 
     @property
     def num_prompts(self) -> int:
@@ -73,7 +75,10 @@ class Asks:
         self._serving.check_model(body.model)
         params = body.sampling()
         _refuse_online(body)
+        plan = ToolPlan()
         if isinstance(body, ChatRequest):
+            prompting = self._serving.engine.prompting
+            plan, params = plan_tools(prompting, body.calling(), params)
             body.marks()
             text = "".join(str(message.content) for message in body.messages)
             self._serving.check_length(text, "messages")
@@ -88,7 +93,7 @@ class Asks:
             cache_key=body.prompt_cache_key or None,
             adapter=self._serving.models.adapter_of(body.model),
         )
-        return Ask(line, body, params, origin)
+        return Ask(line, body, params, origin, plan)
 
     def prompts(self, ask: Ask) -> list[Prompt]:
         """Render and tokenize; raises InvalidRequest, ContextTooLong or NeverFits."""
@@ -124,7 +129,7 @@ class Asks:
         """Build the body of the answer; raises Aborted if a prompt was given up."""
         body, serving = ask.body, self._serving
         if isinstance(body, ChatRequest):
-            return dict(ChatAnswer(serving, body).whole(generations[0]))
+            return dict(ChatAnswer(serving, body, ask.plan).whole(generations[0]))
         answer = CompletionAnswer(serving, body)
         if body.echo:
             detokenize = serving.engine.detokenize

@@ -7,6 +7,7 @@ OpenAI's clients: the same words are the same tokens by either way.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from radixkv.service.engine.params import Choice, Delta
+from radixkv.service.http.anthropic_events import Blocks, call_id
 from radixkv.service.http.anthropic_replies import (
     MessageEvent,
     MessageReply,
@@ -33,11 +35,16 @@ from radixkv.service.http.messages import Message
 from radixkv.service.http.replies import radixkv_reply
 from radixkv.service.http.serving import SERVING
 from radixkv.service.http.sse import EventStream, encode_json, json_reply
+from radixkv.service.http.tools_plan import ToolPlan, plan_tools
 
 if TYPE_CHECKING:
     from radixkv.service.engine.stream import Stream
 
-_STOP_WORDS: dict[str, StopWord] = {"length": "max_tokens", "stop": "end_turn"}
+_STOP_WORDS: dict[str, StopWord] = {
+    "length": "max_tokens",
+    "stop": "end_turn",
+    "tool_calls": "tool_use",
+}
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -45,11 +52,12 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     serving = request.app[SERVING]
     body = await read_body(request, MessagesRequest)
     serving.check_model(body.model)
-    params = body.sampling()
     messages, marks = chat_of(body)
     serving.check_length("".join(str(m.content) for m in messages), "messages")
+    plan, params = plan_tools(serving.engine.prompting, body.calling(), body.sampling())
     token_ids, keeps = await serving.render_marked(messages, body.rendering(), marks)
-    answer = _Answer(request, body, messages)
+    await serving.compile_grammar(request, params, "tools")
+    answer = _Answer(request, body, messages, plan)
     with serving.running(request):
         stream = serving.submit(
             request,
@@ -95,14 +103,21 @@ class _Answer:
     """Writes one answer."""
 
     def __init__(
-        self, request: web.Request, body: MessagesRequest, messages: Sequence[Message]
+        self,
+        request: web.Request,
+        body: MessagesRequest,
+        messages: Sequence[Message],
+        plan: ToolPlan,
     ) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._serving = request.app[SERVING]
         self._model = self._serving.models.shown(body.model)
         shown, origin = [message.for_template() for message in messages], body.origin(request)
         self._sections = sections_of(
-            model=f"{self._model}:{origin.adapter}", messages=shown, salt=origin.salt
+            model=f"{self._model}:{origin.adapter}",
+            messages=shown,
+            tools=body.rendering()["tools"],
+            salt=origin.salt,
         )
         self.extras = Extras(
             request,
@@ -114,62 +129,52 @@ class _Answer:
         self._previous = body.diagnostics
         self._memory = request.app[PROMPTS]
         self._tenant = origin.tenant
+        self._plan = plan
 
     async def whole(self, stream: Stream) -> MessageReply:
         """Wait for the answer, and build it whole."""
         generation = await stream.aresult()
         (choice,) = generation.choices
-        stop = _stop(choice)
+        answer = self._plan.answer(choice.text)
+        stop = _stop(choice, len(answer.calls))
         reply = await self._message(stream)
-        reply["content"] = [{"type": "text", "text": choice.text}]
+        if answer.text or not answer.calls:
+            reply["content"] = [{"type": "text", "text": answer.text}]
+        reply["content"] += [
+            {"type": "tool_use", "id": call_id(), "name": c.name, "input": json.loads(c.arguments)}
+            for c in answer.calls
+        ]
         reply["stop_reason"], reply["stop_sequence"] = stop["stop_reason"], stop["stop_sequence"]
         return reply
 
     async def send(self, events: EventStream, stream: Stream) -> None:
         """Write the answer as events. The first comes with the first token: only then it is known
         what of the prompt was cached."""
-        begun = False
+        blocks, reader, begun = Blocks(), self._plan.reader(), False
         async with aclosing(deltas_of([stream], self._serving.metrics)) as deltas:
             async for _, delta in deltas:
                 if not begun:
                     begun = True
-                    await self._begin(events, stream)
-                if delta.text:
-                    await _send(
-                        events,
-                        {
-                            "type": "content_block_delta",
-                            "index": 0,
-                            "delta": {"type": "text_delta", "text": delta.text},
-                        },
-                    )
+                    start: MessageEvent = {
+                        "type": "message_start",
+                        "message": await self._message(stream),
+                    }
+                    # Where there are no tools it is known what the first block will be.
+                    first = [] if self._plan.how is not None else blocks.open_text()
+                    await _send(events, start, *first, _PING)
+                    events.ping = events.encode(_PING)  # before, it would not be understood
+                await _send(events, *blocks.add(reader.push(delta.text)))
                 if delta.finish_reason is not None:
-                    await self._finish(events, stream, delta)
+                    await _send(events, *blocks.add(reader.close()), *blocks.close())
+                    await self._finish(events, stream, delta, reader.calls)
 
-    async def _begin(self, events: EventStream, stream: Stream) -> None:
-        await _send(events, {"type": "message_start", "message": await self._message(stream)})
+    async def _finish(self, events: EventStream, stream: Stream, delta: Delta, calls: int) -> None:
+        usage = message_usage(stream.usage, stream.kept)
         await _send(
             events,
-            {
-                "type": "content_block_start",
-                "index": 0,
-                "content_block": {"type": "text", "text": ""},
-            },
+            {"type": "message_delta", "delta": _stop(delta, calls), "usage": usage},
+            {"type": "message_stop"},
         )
-        await _send(events, _PING)
-        events.ping = events.encode(_PING)  # before, it would not be understood
-
-    async def _finish(self, events: EventStream, stream: Stream, delta: Delta) -> None:
-        await _send(events, {"type": "content_block_stop", "index": 0})
-        await _send(
-            events,
-            {
-                "type": "message_delta",
-                "delta": _stop(delta),
-                "usage": message_usage(stream.usage, stream.kept),
-            },
-        )
-        await _send(events, {"type": "message_stop"})
 
     async def _message(self, stream: Stream) -> MessageReply:
         """Build what is known of the answer once its prompt is computed."""
@@ -198,14 +203,15 @@ class _Answer:
         return reply
 
 
-async def _send(events: EventStream, event: MessageEvent) -> None:
-    await events.send(event)
+async def _send(events: EventStream, *several: MessageEvent) -> None:
+    for event in several:
+        await events.send(event)
 
 
-def _stop(end: Choice | Delta) -> StopDelta:
-    """Return Anthropic's words for how a choice ended."""
+def _stop(end: Choice | Delta, calls: int) -> StopDelta:
+    """Return Anthropic's words for how a choice with so many calls ended."""
     assert end.finish_reason is not None, "it has not ended"
-    word = _STOP_WORDS[finish_word(end.finish_reason)]
-    if isinstance(end.stop_reason, str):
+    word = _STOP_WORDS[finish_word(end.finish_reason, calls=calls)]
+    if isinstance(end.stop_reason, str) and word != "tool_use":
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
     return {"stop_reason": word, "stop_sequence": None}

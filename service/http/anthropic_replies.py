@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -12,7 +12,7 @@ from radixkv.service.engine.params import Usage
 from radixkv.service.http.diagnostics import AnthropicDiagnostics
 from radixkv.service.http.replies import RadixKV
 
-StopWord = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopWord = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 _LONG_S = 300.0
 """A breakpoint that lives longer is reported with those of an hour."""
 
@@ -41,6 +41,18 @@ class TextBlockReply(TypedDict):
     text: str
 
 
+class ToolUseReply(TypedDict):
+    """A call; in `content_block_start` still without input."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+BlockReply = TextBlockReply | ToolUseReply
+
+
 class MessageReply(TypedDict):
     """The answer to `POST /v1/messages`; in `message_start` still without content."""
 
@@ -48,7 +60,7 @@ class MessageReply(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlockReply]
+    content: list[BlockReply]
     stop_reason: StopWord | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -74,7 +86,7 @@ class BlockStart(TypedDict):
 
     type: Literal["content_block_start"]
     index: int
-    content_block: TextBlockReply
+    content_block: BlockReply
 
 
 class Ping(TypedDict):
@@ -84,10 +96,17 @@ class Ping(TypedDict):
 
 
 class TextDelta(TypedDict):
-    """What an event adds to a block."""
+    """What an event adds to a block of text."""
 
     type: Literal["text_delta"]
     text: str
+
+
+class InputDelta(TypedDict):
+    """What an event adds to the JSON text of a call's input."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
 
 
 class BlockDelta(TypedDict):
@@ -95,7 +114,7 @@ class BlockDelta(TypedDict):
 
     type: Literal["content_block_delta"]
     index: int
-    delta: TextDelta
+    delta: TextDelta | InputDelta
 
 
 class BlockStop(TypedDict):

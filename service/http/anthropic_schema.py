@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.params import SamplingParams
+from radixkv.service.http.anthropic_blocks import Block, TextBlock, Turn, turns_of
+from radixkv.service.http.anthropic_tools import (
+    AnthropicToolChoice,
+    AnthropicTools,
+    calling_of,
+    shown_tools,
+)
 from radixkv.service.http.fields import (
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -16,34 +23,33 @@ from radixkv.service.http.fields import (
     RadixKVOptions,
     Strict,
 )
-from radixkv.service.http.marks import AutomaticFields, CacheControl, Mark, Part, marks_of
-from radixkv.service.http.messages import Message
+from radixkv.service.http.marks import AutomaticFields, Mark, marks_of
+from radixkv.service.http.messages import Message, name_results
+from radixkv.service.http.tools_schema import Calling
 from radixkv.service.http.unsupported import ANTHROPIC, Unsupported, refuse_unsupported
 
 _NEUTRAL_KINDS: Mapping[str, frozenset[str]] = {
     # Objects whose `type` says that nothing is asked; other values change the answer.
     "thinking": frozenset({"disabled"}),
-    "tool_choice": frozenset({"none", "auto"}),
+}
+_BLOCKS_OF: Mapping[str, frozenset[str]] = {
+    "user": frozenset({"text", "tool_result"}),
+    "assistant": frozenset({"text", "tool_use"}),
 }
 
 
-class TextBlock(Strict):
-    """A content block. Blocks of other types are refused."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-
-
-def _check_blocks(content: object, at: str) -> None:
+def _check_blocks(content: object, at: str, known: Collection[str] = ("text",)) -> None:
     """Name foreign blocks by their place, which a nested validator cannot know."""
     for j, block in enumerate(content if isinstance(content, list) else ()):
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in known:
             raise Unsupported(
                 f"{at}[{j}].type",
-                f"{at}[{j}] is a block of type {kind[:40]!r}; this server's model reads text only",
+                f"{at}[{j}] is a block of type {kind[:40]!r}; this server's model reads "
+                f"{' and '.join(sorted(known))} blocks here only",
             )
+        if kind == "tool_result":
+            _check_blocks(block.get("content"), f"{at}[{j}].content")
 
 
 def _check_system(value: object) -> object:
@@ -54,7 +60,8 @@ def _check_system(value: object) -> object:
 def _check_messages(value: object) -> object:
     for i, message in enumerate(value if isinstance(value, list) else ()):
         if isinstance(message, dict):
-            _check_blocks(message.get("content"), f"messages[{i}].content")
+            known = _BLOCKS_OF.get(str(message.get("role")), ("text",))
+            _check_blocks(message.get("content"), f"messages[{i}].content", known)
     return value
 
 
@@ -62,7 +69,7 @@ class AnthropicMessage(Strict):
     """One turn, or a part of one: turns of one role that follow each other are one."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+    content: str | Annotated[list[Block], Field(min_length=1)]
 
 
 class CountTokensRequest(AutomaticFields):
@@ -73,6 +80,8 @@ class CountTokensRequest(AutomaticFields):
         list[AnthropicMessage], Field(min_length=1), BeforeValidator(_check_messages)
     ]
     system: Annotated[str | list[TextBlock] | None, BeforeValidator(_check_system)] = None
+    tools: AnthropicTools | None = None
+    tool_choice: AnthropicToolChoice | None = None
 
     def check_supported(self) -> None:
         """Refuse what would change the answer if it were ignored."""
@@ -83,25 +92,24 @@ class CountTokensRequest(AutomaticFields):
                 del asked[name]
         refuse_unsupported(asked, ANTHROPIC)
 
-    def turns(self) -> list[tuple[str, list[Part]]]:
-        """Return (role, parts) of each message that the template is to show."""
-        turns: list[tuple[str, list[Part]]] = []
-        system = _parts(self.system, "system") if self.system else []
-        if any(part.text for part in system):
-            turns.append(("system", system))
-        for i, message in enumerate(self.messages):
-            parts = _parts(message.content, f"messages[{i}].content")
-            if turns and turns[-1][0] == message.role:
-                turns[-1][1].extend(parts)
-            else:
-                turns.append((message.role, parts))
-        if self.continues and (last := turns[-1][1][-1]).text != last.text.rstrip():
+    def calling(self) -> Calling:
+        """Return what is wanted of calls; raises InvalidRequest."""
+        return calling_of(self.tools, self.tool_choice)
+
+    def check_end(self, turns: Sequence[Turn]) -> None:
+        """Refuse a beginning of the answer after which no model goes on as it speaks."""
+        last = turns[-1]
+        if last.calls:
             raise InvalidRequest(
-                f"{last.at} is the beginning of the answer and ends in white space, after which "
-                "the model would not go on as it speaks; leave that out",
-                param=last.at,
+                "the last message has a tool_use block; what comes next is its tool_result",
+                param="messages",
             )
-        return turns
+        if self.continues and (part := last.parts[-1]).text != part.text.rstrip():
+            raise InvalidRequest(
+                f"{part.at} is the beginning of the answer and ends in white space, after which "
+                "the model would not go on as it speaks; leave that out",
+                param=part.at,
+            )
 
     @property
     def continues(self) -> bool:
@@ -113,6 +121,7 @@ class CountTokensRequest(AutomaticFields):
         return {
             "add_generation_prompt": not self.continues,
             "continue_final_message": self.continues,
+            "tools": shown_tools(self.tools),
         }
 
 
@@ -159,17 +168,8 @@ class MessagesRequest(CountTokensRequest, OriginFields):
 def chat_of(body: CountTokensRequest) -> tuple[list[Message], tuple[Mark, ...]]:
     """Return the chat that ``body`` means and its breakpoints; raises InvalidRequest."""
     body.check_supported()
-    turns = body.turns()
-    messages = [
-        Message.model_validate({"role": role, "content": "\n".join(part.text for part in parts)})
-        for role, parts in turns
-    ]
-    return messages, marks_of([parts for _, parts in turns], body)
-
-
-def _parts(content: str | list[TextBlock], at: str) -> list[Part]:
-    if isinstance(content, str):
-        return [Part(content, at=at)]
-    return [
-        Part(block.text, block.cache_control, at=f"{at}[{j}]") for j, block in enumerate(content)
-    ]
+    turns = turns_of(body.system, [(m.role, m.content) for m in body.messages])
+    body.check_end(turns)
+    messages = [Message.model_validate(turn.as_message()) for turn in turns]
+    controls = [tool.cache_control for tool in body.tools or ()]
+    return name_results(messages), marks_of([turn.parts for turn in turns], body, controls)

@@ -203,7 +203,7 @@ def _missing(path: str) -> InvalidRequest:
     return problem
 
 
-def _name_results(messages: list[Message]) -> list[Message]:
+def name_results(messages: list[Message]) -> list[Message]:
     """Tell each result of a call its function, which some templates want to name."""
     called: dict[str, str] = {}
     for message in messages:
@@ -214,7 +214,7 @@ def _name_results(messages: list[Message]) -> list[Message]:
     return messages
 
 
-Messages = Annotated[list[Message], BeforeValidator(_check_messages), AfterValidator(_name_results)]
+Messages = Annotated[list[Message], BeforeValidator(_check_messages), AfterValidator(name_results)]
 
 
 class ChatFields(Strict):

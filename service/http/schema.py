@@ -12,7 +12,8 @@ from radixkv.service.http.fields import GenerationFields, Strict
 from radixkv.service.http.marks import CacheFields, Mark, marks_of
 from radixkv.service.http.messages import ChatFields, Messages
 from radixkv.service.http.structured import StructuredFields
-from radixkv.service.http.unsupported import CHAT, COMPLETION, Unsupported, refuse_unsupported
+from radixkv.service.http.tools_schema import Calling, ToolChoice, calling_of
+from radixkv.service.http.unsupported import CHAT, COMPLETION, refuse_unsupported
 
 MAX_PROMPTS = 256
 MAX_TOTAL_CHOICES = 1024
@@ -30,6 +31,19 @@ class ChatRequest(GenerationFields, ChatFields, StructuredFields, CacheFields):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Needs `logprobs: true`."
     )
+
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="`auto` (default) lets the model choose, `none` takes all for text, `required` "
+        "forces a call, and so does a function's name: by a grammar.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="False: at most one call an answer. Default true."
+    )
+
+    def calling(self) -> Calling:
+        """Return what is wanted of calls; raises InvalidRequest."""
+        return calling_of(self.shown_tools, self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> SamplingParams:
         """Check what concerns several fields, and return the engine's parameters."""

@@ -51,8 +51,6 @@ _COMMON: dict[str, tuple[object, ...]] = {
 }
 
 CHAT: dict[str, tuple[object, ...]] = _COMMON | {
-    "tools": (),
-    "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -79,8 +77,6 @@ COMPLETION: dict[str, tuple[object, ...]] = _COMMON | {
 }
 
 ANTHROPIC: dict[str, tuple[object, ...]] = {
-    "tools": (),
-    "tool_choice": (),
     "thinking": (),
     "mcp_servers": (),
     "container": (),
@@ -98,9 +94,7 @@ STRUCTURED: dict[str, tuple[object, ...]] = {
 }
 
 MESSAGE: dict[str, tuple[object, ...]] = {
-    "tool_calls": (),
     "function_call": (),
-    "tool_call_id": (),
     "audio": (),
     "prefix": (False,),
 }
