@@ -17,7 +17,7 @@ from radixkv.kernels.quant import LIMIT
 LAYOUT_VERSION = 1
 """Changes when the order of a block's bytes does; blocks stored under another are foreign."""
 
-NUMERICS_VERSION = 2
+NUMERICS_VERSION = 3
 """Changes when attention gives other low bits for the same input in the default mode."""
 
 

@@ -17,7 +17,7 @@ from radixkv.kernels.native_attention import TYPES, prepare
 from radixkv.kernels.packing import PackedLinear, PackedStruct
 from radixkv.kernels.plan import AttentionPlan
 
-DECODER_NUMERICS_VERSION = 1002
+DECODER_NUMERICS_VERSION = 1003
 """Changes when this decoder gives other low bits; apart from ``layout.NUMERICS_VERSION``."""
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float

@@ -55,7 +55,7 @@ INLINE void open_rows(const Step *step, const Layer *layer, const Item *item, in
                 s->peak[row] = peaks[h], s->total[row] = peaks[step->num_q_heads + h];
             } else {
                 memset(sums, 0, dim * sizeof(float));
-                s->peak[row] = layer->sinks ? layer->sinks[h] : -INFINITY;
+                s->peak[row] = layer->sinks ? layer->sinks[h] * LOG2_E : -INFINITY;
                 s->total[row] = layer->sinks ? 1 : 0;
             }
             for (int64_t r = ref + 1; r < ref_stop; r++) {
@@ -98,7 +98,7 @@ INLINE void run_item(int type, const Step *step, const Layer *layer, const Item 
             for (int64_t i = 0; i < item->count; i++) {
                 if (!folds)
                     store_partial(step, item, i, slot + i, s->part, s->part_peak, s->part_total);
-                else if (s->low[i] < s->high[i])
+                else if (s->low[i * group] < s->high[i * group])
                     for (int64_t h = item->head; h < item->head_stop; h++)
                         for (int64_t row = row_at(item, group, h, i), g = 0; g < group; g++, row++)
                             fold(dim, s->sums + row * dim, &s->peak[row], &s->total[row],

@@ -11,7 +11,7 @@
 #include "attention_rows.h"
 
 enum {
-    PART = 16,         /* tokens that few rows read at a time for all heads; a multiple of 4 */
+    PART = 32,         /* tokens that few rows read at a time for all heads; a multiple of LANES */
     FEW = 6,           /* rows of one key head that read in place: a tile would cost more, */
     FEW_FLOATS = 12,   /* and more yet where nothing needs to be converted */
     TILE_FLOATS = 4096 /* of keys or values brought to float32 at a time: half of a usual L1 */
@@ -22,7 +22,7 @@ enum {
 typedef struct {
     float *q, *scores, *part, *sums, *tile; /* part: of this unit; sums: folded so far */
     float *part_peak, *part_total, *peak, *total;
-    int32_t *low, *high; /* [count] what each token sees of the unit */
+    int32_t *low, *high; /* what each row of a key head sees of the unit */
 } Scratch;
 
 INLINE int64_t tile_tokens(int64_t dim) {
@@ -88,12 +88,12 @@ ONCE void add_row(int type, int64_t dim, const float *weights, int count, const 
 
 /* Add values [from, to) to R rows, to each what its token sees, in order: row by row what comes
    before, together what all of them see, row by row what comes after. */
-INLINE void add_seen(int R, int type, int fetch, int64_t dim, int64_t group, int64_t r,
-                     const Scratch *s, const float *scores, const char *values,
-                     const int64_t *offsets, int from, int to, float *sums) {
+INLINE void add_seen(int R, int type, int fetch, int64_t dim, int64_t r, const Scratch *s,
+                     const float *scores, const char *values, const int64_t *offsets, int from,
+                     int to, float *sums) {
     int low = from, high = to, first[3], last[3];
     for (int n = 0; n < R; n++) {
-        first[n] = s->low[(r + n) / group], last[n] = s->high[(r + n) / group];
+        first[n] = s->low[r + n], last[n] = s->high[r + n];
         if (first[n] < from) first[n] = from;
         if (last[n] > to) last[n] = to;
         if (first[n] > low) low = first[n];
@@ -112,16 +112,54 @@ INLINE void add_seen(int R, int type, int fetch, int64_t dim, int64_t group, int
                 sums + n * dim);
 }
 
+/* Vectors of keys side by side in the next block of a turned tile. */
+INLINE int columns_of(int count) { return count > 2 * LANES ? 4 : count > LANES ? 2 : 1; }
+
+/* Bring a tile of keys to float32, turned so that score_lanes can read them; what fills the last
+   block is the last key. */
+INLINE void bring_turned(int type, int fetch, const char *from, const int64_t *offsets, int count,
+                         int64_t dim, float *tile) {
+    int size = element_size(type);
+    for (int t = 0, columns; t < count; tile += columns * LANES * dim, t += columns * LANES) {
+        columns = columns_of(count - t);
+        for (int c = 0; c < columns; c++)
+            for (int64_t d = 0; d < dim; d += LANES) {
+                vf square[LANES];
+                for (int i = 0; i < LANES; i++) {
+                    int key = t + c * LANES + i;
+                    square[i] = load(from + offsets[key < count ? key : count - 1] + d * size, type);
+                    if (fetch && d * size % 64 == 0)
+                        __builtin_prefetch(from + offsets[key + AHEAD] + d * size);
+                }
+                turn(square);
+                for (int i = 0; i < LANES; i++)
+                    put(tile + ((d + i) * columns + c) * LANES, square[i]);
+            }
+    }
+}
+
+/* Scores of R rows against the next `count` keys of a turned tile. */
+INLINE void score_keys(int R, int64_t dim, const float *q, const float *keys, int count,
+                       float *scores) {
+    for (int t = 0, columns; t < count; t += columns * LANES, keys += columns * LANES * dim) {
+        columns = columns_of(count - t);
+        if (columns == 4) score_lanes(R, 4, dim, q, keys, scores + t);
+        else if (columns == 2) score_lanes(R, 2, dim, q, keys, scores + t);
+        else score_lanes(R, 1, dim, q, keys, scores + t);
+    }
+}
+
 INLINE void soften_rows(const Step *step, const Layer *layer, const Item *item, int64_t head,
                         int64_t first, Scratch *s) {
     int64_t group = step->num_q_heads / step->num_kv_heads;
     for (int64_t i = 0; i < item->count; i++) {
-        if (s->low[i] >= s->high[i]) continue;
+        int low = s->low[i * group], high = s->high[i * group];
+        if (low >= high) continue;
         int64_t away = first - step->positions[step->rows[item->first + i]];
         for (int64_t g = 0; g < group; g++) {
             int64_t row = row_at(item, group, head, i) + g;
             float slope = layer->slopes ? layer->slopes[head * group + g] : 0;
-            soften(s->scores + row * SCORES, s->low[i], s->high[i], away, slope, layer,
+            soften(s->scores + row * SCORES, low, high, away, slope, layer,
                    &s->part_peak[row], &s->part_total[row]);
         }
     }
@@ -141,8 +179,9 @@ INLINE void read_in_place(int type, const Step *step, const Layer *layer, const 
             const char *keys = (const char *)layer->k + h * head_bytes;
             const float *q = s->q + row * dim;
             float *scores = s->scores + row * SCORES;
+            bring_turned(type, 1, keys, offsets + t, count, dim, s->tile);
 #define SCORE(R, r) \
-    score_rows(R, type, 1, dim, q + (r)*dim, keys, offsets + t, count, scores + (r)*SCORES + t)
+    score_keys(R, dim, q + (r)*dim, s->tile, count, scores + (r)*SCORES + t)
             FOR_ROWS(rows, r, R, SCORE)
 #undef SCORE
         }
@@ -160,7 +199,7 @@ INLINE void read_in_place(int type, const Step *step, const Layer *layer, const 
             const float *scores = s->scores + row * SCORES;
             float *sums = s->part + row * dim;
 #define ADD(R, r)                                                                                  \
-    add_seen(R, type, 1, dim, group, r, s, scores + (r)*SCORES + t, values, offsets + t, t, stop, \
+    add_seen(R, type, 1, dim, r, s, scores + (r)*SCORES + t, values, offsets + t, t, stop, \
              sums + (r)*dim)
             FOR_ROWS(rows, r, R, ADD)
 #undef ADD
@@ -175,29 +214,6 @@ INLINE void bring(int type, const char *from, const int64_t *offsets, int count,
     for (int t = 0; t < count; t++)
         for (int64_t d = 0; d < dim; d += LANES)
             put(tile + t * dim + d, load(from + offsets[t] + d * size, type));
-}
-
-/* Vectors of keys side by side in the next block of a turned tile. */
-INLINE int columns_of(int count) { return count > 2 * LANES ? 4 : count > LANES ? 2 : 1; }
-
-/* The same for keys, turned so that score_lanes can read them; what fills the last block is the last key. */
-INLINE void bring_turned(int type, const char *from, const int64_t *offsets, int count, int64_t dim,
-                         float *tile) {
-    int size = element_size(type);
-    for (int t = 0, columns; t < count; tile += columns * LANES * dim, t += columns * LANES) {
-        columns = columns_of(count - t);
-        for (int c = 0; c < columns; c++)
-            for (int64_t d = 0; d < dim; d += LANES) {
-                vf square[LANES];
-                for (int i = 0; i < LANES; i++) {
-                    int key = t + c * LANES + i;
-                    square[i] = load(from + offsets[key < count ? key : count - 1] + d * size, type);
-                }
-                turn(square);
-                for (int i = 0; i < LANES; i++)
-                    put(tile + (line_of(dim, d + i) * columns + c) * LANES, square[i]);
-            }
-    }
 }
 
 /* What will be brought next; it is fetched a few tokens at a time while rows are computed, because
@@ -215,29 +231,22 @@ INLINE void fetch_share(const Next *next, int64_t row, int64_t row_stop, int64_t
 }
 
 /* scores of many rows against a turned tile of keys; rows that see nothing of it are left out. */
-ONCE void score_tile(int64_t rows, int64_t group, int64_t dim, const float *q, const float *tile,
+ONCE void score_tile(int64_t rows, int64_t dim, const float *q, const float *tile,
                      int from, int count, const Scratch *s, const Next *next, float *scores) {
 #define SCORE(R, r)                                                                            \
     fetch_share(next, r, (r) + R, rows);                                                       \
-    if (s->high[((r) + R - 1) / group] <= from || s->low[(r) / group] >= from + count) continue; \
-    const float *keys = tile, *x = q + (r)*dim;                                                \
-    float *to = scores + (r)*SCORES + from;                                                    \
-    for (int t = 0, columns; t < count; t += columns * LANES, keys += columns * LANES * dim) { \
-        columns = columns_of(count - t);                                                       \
-        if (columns == 4) score_lanes(R, 4, dim, x, keys, to + t);                             \
-        else if (columns == 2) score_lanes(R, 2, dim, x, keys, to + t);                        \
-        else score_lanes(R, 1, dim, x, keys, to + t);                                          \
-    }
+    if (s->high[(r) + R - 1] <= from || s->low[r] >= from + count) continue;                   \
+    score_keys(R, dim, q + (r)*dim, tile, count, scores + (r)*SCORES + from)
     FOR_ROWS(rows, r, R, SCORE)
 #undef SCORE
 }
 
-ONCE void add_tile(int64_t rows, int64_t group, int64_t dim, const float *scores, const float *tile,
+ONCE void add_tile(int64_t rows, int64_t dim, const float *scores, const float *tile,
                    const int64_t *lines, int from, int count, const Scratch *s, const Next *next,
                    float *sums) {
 #define ADD(R, r)                                                                             \
     fetch_share(next, r, (r) + R, rows);                                                      \
-    add_seen(R, FLOAT32, 0, dim, group, r, s, scores + (r)*SCORES + from, (const char *)tile, \
+    add_seen(R, FLOAT32, 0, dim, r, s, scores + (r)*SCORES + from, (const char *)tile, \
              lines, from, from + count, sums + (r)*dim)
     FOR_ROWS(rows, r, R, ADD)
 #undef ADD
@@ -259,8 +268,8 @@ INLINE void read_tiles(int type, const Step *step, const Layer *layer, const Ite
         Next next = {keys, offsets + t + tile, to - t - count, head_bytes};
         if (!next.count) next.from = values, next.offsets = offsets + from, next.count = to - from;
         if (next.count > tile) next.count = tile;
-        bring_turned(type, keys, offsets + t, count, dim, s->tile);
-        score_tile(rows, group, dim, s->q + row * dim, s->tile, t, count, s, &next,
+        bring_turned(type, 0, keys, offsets + t, count, dim, s->tile);
+        score_tile(rows, dim, s->q + row * dim, s->tile, t, count, s, &next,
                    s->scores + row * SCORES);
     }
     soften_rows(step, layer, item, head, first, s);
@@ -269,7 +278,7 @@ INLINE void read_tiles(int type, const Step *step, const Layer *layer, const Ite
         Next next = {values, offsets + t + tile, to - t - count, head_bytes};
         if (next.count > tile) next.count = tile;
         bring(type, values, offsets + t, count, dim, s->tile);
-        add_tile(rows, group, dim, s->scores + row * SCORES, s->tile, lines, t, count, s, &next,
+        add_tile(rows, dim, s->scores + row * SCORES, s->tile, lines, t, count, s, &next,
                  s->part + row * dim);
     }
 }
@@ -285,7 +294,8 @@ INLINE int attend_unit(int type, const Step *step, const Layer *layer, const Ite
         if (low < 0) low = 0;
         if (high > UNIT_TOKENS) high = UNIT_TOKENS;
         if (low >= high) low = high = low < UNIT_TOKENS ? 0 : UNIT_TOKENS;
-        s->low[i] = low, s->high[i] = high;
+        for (int64_t row = i * group; row < (i + 1) * group; row++)
+            s->low[row] = low, s->high[row] = high;
         if (low < high && low < from) from = low;
         if (low < high && high > to) to = high;
     }

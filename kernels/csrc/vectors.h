@@ -32,6 +32,18 @@ INLINE vf get(const float *p) { return *(const vf_unaligned *)p; }
 
 INLINE void put(float *p, vf x) { *(vf_unaligned *)p = x; }
 
+/* a * b + c, rounded once where the processor can: not left to the compiler, which on some processors
+   rounds twice where one sum waits for itself and once where several take turns. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if LANES == 8 && defined(__FMA__)
+    return (vf)__builtin_ia32_vfmaddps256(a, b, c);
+#elif LANES == 16
+    return (vf)__builtin_ia32_vfmaddps512_mask(a, b, c, 0xffff, 4);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
     float x;
@@ -116,6 +128,53 @@ INLINE vf exp_v(vf x) {
     p = p * r * r + r + 1.0f;
     vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
     return (vf)(~tiny & (vi)(p * (vf)exponent));
+}
+
+/* 2^x for x < 127, relative error < 2e-7; exactly 0 below -125. */
+INLINE vf exp2_v(vf x) {
+    vi tiny = x < -125.0f;
+    vf shifted = x + 12582912.0f; /* its low bits are x, rounded to nearest */
+    vi exponent = (vi)shifted << 23;
+    vf r = x - (shifted - 12582912.0f);
+    vf p = splat(1.535336188e-4f);
+    p = p * r + 1.339887440e-3f;
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472028e-1f;
+    p = p * r + 1.0f;
+    return (vf)(~tiny & ((vi)p + exponent));
+}
+
+/* The larger of each two lanes; b where one of them is not a number. */
+INLINE vf larger(vf a, vf b) {
+#if LANES == 8 && defined(__AVX__)
+    return (vf)__builtin_ia32_maxps256(a, b);
+#else
+    vi above = a > b;
+    return (vf)((above & (vi)a) | (~above & (vi)b));
+#endif
+}
+
+/* x where low <= at < high, else `outside`. */
+INLINE vf inside(vf x, vf at, float low, float high, float outside) {
+    vi in = (at >= low) & (at < high);
+    return (vf)((in & (vi)x) | (~in & (vi)splat(outside)));
+}
+
+/* Lanes of a and b in turn: those of their first halves, or of their second. */
+INLINE vf interleave(vf a, vf b, int second) {
+#if defined(__clang__) && LANES == 8
+    return second ? __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+                  : __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#elif defined(__clang__)
+    return second ? __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+                  : __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#else
+    vi which;
+    for (int i = 0; i < LANES; i++) which[i] = second * LANES / 2 + i / 2 + i % 2 * LANES;
+    return __builtin_shuffle(a, b, which);
+#endif
 }
 
 INLINE vf tanh_v(vf x) {
