@@ -311,11 +311,11 @@ class Session:
             if after is not None and not self._closed:
                 self._at = after
                 before, self._hold = self._hold, hold
-        if before is not hold:
-            assert after is not None and turn is not None
-            holds.settle(hold, len(prompt.ids) + len(turn.token_ids))
         if before is not None:
             holds.give(before)
+        # It may hold more than was read, or less than there is room for since that was given back.
+        if turn is not None and (turn.finish_reason == "abort" or hold.short == "budget"):
+            holds.settle(hold, len(prompt.ids) + len(turn.token_ids))
 
 
 def open_session(
