@@ -74,7 +74,7 @@ def calls_grammar(
     elif answer is not None:
         rules.add("start", "calls | answer")
         rules.add("calls", calls)
-        rules.add("answer", "%json " + _json_schema(answer))
+        rules.add("answer", "%json " + _json_schema(how, answer))
     elif how.marker is None:
         rules.add("start", "TEXT | calls")
         rules.add("calls", calls)
@@ -142,14 +142,21 @@ def _schema(function: Function) -> dict[str, Any]:
     return schema
 
 
-def _json_schema(answer: GrammarSpec) -> str:
+def _json_schema(how: ToolFormat, answer: GrammarSpec) -> str:
+    if how.marker is None:
+        raise InvalidRequest(
+            "this model writes calls as plain JSON, so tools cannot be combined with an answer that "
+            "must be JSON too: send tool_choice none or required",
+            param="tools",
+        )
     if answer.kind == "json_object":
         return '{"type": "object"}'
     if answer.kind == "json_schema" and isinstance(json.loads(answer.source), dict):
         return answer.source
     raise InvalidRequest(
         f"tools cannot be combined with a {answer.kind} that the answer must match; only JSON "
-        "objects and schemas can, or tool_choice none"
+        "objects and schemas can, or tool_choice none",
+        param="tools",
     )
 
 

@@ -6,9 +6,10 @@ Knows messages in OpenAI's shape; nothing of tokens, and nothing of who sends th
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from radixkv.service.tools_json import parsed_object
 
 _SHORT = 9
 
@@ -18,13 +19,8 @@ def shown_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
     Arguments that are no JSON object, as a call that was cut off has, stay the text they are.
     """
-    value: object = arguments
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict):
-        value = parsed
+    parsed = parsed_object(arguments or "{}")
+    value: object = arguments if parsed is None else parsed
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
 
 

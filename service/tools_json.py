@@ -5,15 +5,18 @@ Knows JSON's grammar, strictly; nothing of what an object means. Each character 
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # of a string, what ends and escapes nothing
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = ("true", "false", "null")
+_MAX_NUMBER_CHARS = 400
 MAX_DEPTH = 64
 """Objects and arrays within each other. Deeper ones are broken, for what reads them recurses."""
 
@@ -144,8 +147,7 @@ class ObjectReader:
         char = text[at]
         if char in ",]}" or char in _SPACE:
             whole = self._escape
-            good = whole in _WORDS if self._in == "word" else _NUMBER.fullmatch(whole)
-            if not good:
+            if not (whole in _WORDS if self._in == "word" else _is_number(whole)):
                 return self._break(at)
             self._in, self._escape = "", ""
             self._end(base + at)
@@ -194,3 +196,27 @@ class ObjectReader:
     def _break(self, at: int) -> int:
         self.state = "broken"
         return at
+
+
+def parsed_object(text: str) -> dict[str, Any] | None:
+    """Return the object that ``text`` is; None if it is none, or one that cannot be written again:
+    nested too deeply, or with numbers or halves of characters that JSON has not."""
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            return None
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return value
+        level = [x for item in level for x in (item.values() if type(item) is dict else item)]
+    return None if any(isinstance(item, dict | list) for item in level) else value
+
+
+def _is_number(text: str) -> bool:
+    good = len(text) <= _MAX_NUMBER_CHARS and _NUMBER.fullmatch(text) is not None
+    return good and math.isfinite(float(text))

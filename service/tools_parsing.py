@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from typing import Literal, Protocol
 
-from radixkv.service.tools_json import ObjectReader
+from radixkv.service.tools_json import ObjectReader, parsed_object
 from radixkv.service.tools_pieces import (
     Answer,
     CallArguments,
@@ -257,6 +257,8 @@ class _NamedReader:
         if taken:
             pieces.append(CallArguments(self.index, text[at : at + taken]))
         self.state = self._arguments.state
+        if self.state == "done" and parsed_object(self._arguments.text) is None:
+            self.state = "broken"
         if self.state != "open":
             self.end(pieces)
             self.index += 1
@@ -265,7 +267,7 @@ class _NamedReader:
     def end(self, pieces: list[Piece]) -> None:
         if self._arguments is not None:
             raw = self._head + self._arguments.text
-            pieces.append(CallEnd(self.index, self._arguments.state == "done", raw))
+            pieces.append(CallEnd(self.index, self.state == "done", raw))
 
     def _name(self) -> str | None:
         head = self._head[self._lead :].removesuffix("[ARGS]")

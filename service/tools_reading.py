@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from radixkv.service.tools_json import ObjectReader, Span
+from radixkv.service.tools_json import ObjectReader, Span, parsed_object
 from radixkv.service.tools_pieces import CallArguments, CallEnd, CallStart, Piece
 
 _SPACE = " \t\n\r"
@@ -94,6 +94,8 @@ class CallReader:
                     raise ValueError("arguments are given twice")
                 if not shown.startswith("{"):
                     self._whole = _unpacked(json.loads(shown))
+                elif parsed_object(shown) is None:
+                    raise ValueError("arguments are no object that can be written again")
             self._seen += 1
         if self._object.state == "done":
             if self._name is None or (self.needs_arguments and self._arguments is None):

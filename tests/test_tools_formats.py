@@ -1,0 +1,72 @@
+"""Which way a model writes calls is told by its template, or said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from radixkv.config import TOOL_CALL_PARSERS
+from radixkv.service.tools_formats import FORMATS, Mistral, format_of
+from radixkv.service.tools_history import shorten_ids, shown_call
+
+QWEN = "{%- for t in tools %}...{%- endfor %}<tool_call>\\n{{ tool_call.arguments | tojson }}"
+LLAMA = "{{- '{\"name\": \"' + f.name + '\", ' }}{{- '\"parameters\": ' }} Environment: ipython"
+CODER = "<tool_call>\n<function=' ~ name ~ '>\n<parameter=x>"
+SHIPPED = Path(__file__).parents[1] / "examples" / "templates" / "chatml_tools.jinja"
+
+
+@pytest.mark.parametrize(
+    "template, name",
+    [
+        (QWEN, "hermes"),
+        (LLAMA, "llama3_json"),
+        ('{{ "[TOOL_CALLS] [" }}', "mistral"),
+        (CODER, None),
+        ("{{ messages }}", None),
+        (None, None),
+    ],
+)
+def test_a_template_tells_by_its_markers(template: str | None, name: str | None) -> None:
+    found = format_of(template)
+    assert (found.name if found is not None else None) == name
+
+
+def test_the_shipped_template_is_told() -> None:
+    found = format_of(SHIPPED.read_text())
+    assert found is not None and found.name == "hermes"
+
+
+def test_what_was_asked_for_wins_and_all_that_can_be_asked_for_is_there() -> None:
+    assert ("auto", *FORMATS) == TOOL_CALL_PARSERS
+    for name in FORMATS:
+        found = format_of(QWEN, name)
+        assert found is not None and found.name == name
+
+
+def test_mistrals_forms_are_told_apart() -> None:
+    assert format_of('{{ "[TOOL_CALLS] [" }}') == Mistral(spaced=True)
+    assert format_of('{{ "[TOOL_CALLS][" }}') == Mistral()
+    assert format_of('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}') == Mistral(named=True)
+
+
+def test_arguments_are_shown_as_the_object_they_are_or_as_the_text() -> None:
+    assert shown_call("c", "f", '{"b": 1, "a": 2}')["function"]["arguments"] == {"b": 1, "a": 2}
+    assert shown_call("c", "f", "")["function"]["arguments"] == {}
+    for broken in ('{"a": ', "[1]", "no", '{"a": ' + "[" * 100 + "]" * 100 + "}"):
+        assert shown_call("c", "f", broken)["function"]["arguments"] == broken
+
+
+def test_ids_are_shortened_always_in_the_same_way() -> None:
+    call = shown_call("call_0123456789", "f", "{}")
+    chat = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "call_0123456789"},
+        {"role": "tool", "content": "x", "tool_call_id": "abcDEF123"},
+    ]
+    first, second, third = shorten_ids(chat)
+    short = first["tool_calls"][0]["id"]
+    assert len(short) == 9 and short.isalnum() and short == second["tool_call_id"]
+    assert third["tool_call_id"] == "abcDEF123"
+    assert call["id"] == "call_0123456789"
+    assert shorten_ids([{"role": "user", "content": "x"}]) == [{"role": "user", "content": "x"}]
