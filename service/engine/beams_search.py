@@ -200,8 +200,8 @@ class BeamSearch:
         """Tell whether the running beams, of which the best has this total, may be of use still."""
         params = self._params
         full = len(self.finished) == self.width
-        if full and params.early_stopping is True:
-            return False
+        if full and (params.early_stopping is True or self.width == 1):
+            return False  # a single beam is greedy, and greedy means the first end
         length = self.num_tokens
         if params.early_stopping == "never" and params.length_penalty > 0.0:
             length = self._max_tokens

@@ -89,17 +89,17 @@ class BeamSteps:
     ) -> RadixKVError | None:
         """Find what may come next after some beams; return why that cannot be done."""
         search, params = group.search, request.params
-        if search.num_candidates > logits.shape[1]:
+        going_on = logits.shape[1] - len(search.ending)
+        if going_on < search.width:
             return InvalidRequest(
-                f"beam_width is {search.width}: a step needs {search.num_candidates} candidates, "
-                f"and the vocabulary has {logits.shape[1]} tokens",
+                f"beam_width is {search.width}, and only {going_on} tokens do not end an answer",
                 param="beam_width",
             )
         ranks = {seq: rank for rank, seq in enumerate(group.ranked)}
         found = find_candidates(
             logits[[row for row, _ in rows]],
             [search.running[ranks[seq]].total for _, seq in rows],
-            search.num_candidates,
+            min(search.num_candidates, logits.shape[1]),
             banned=search.ending if search.num_tokens < params.min_tokens else (),
             num_top=params.logprobs,
         )
@@ -121,8 +121,7 @@ class BeamSteps:
             if best is None or ended in best:
                 group.ranked[rank].publish(tail=rank not in step.parents)
         if best is not None:
-            for seq in list(request.sequences):
-                self._scheduler.finish(seq, publish=False)
+            self._finish(request)
             choices = [self._choice(request, i, answer) for i, answer in enumerate(best)]
             request.completion_tokens = sum(answer.trail.length for answer in best)
             self._end(request, choices)
@@ -138,6 +137,15 @@ class BeamSteps:
         for seq, beam in zip(group.ranked, group.search.running, strict=True):
             assert beam.trail is not None
             seq.append(beam.trail.token.token_id)
+
+    def _finish(self, request: Request) -> None:
+        """Let the beams go, and the prompt to its last token be found by others as ever."""
+        first, *others = request.sequences
+        for seq in others:
+            self._scheduler.finish(seq, publish=False)
+        assert first.table is not None
+        first.table.truncate(len(request.prompt_ids))
+        self._scheduler.finish(first)
 
     def _count(self, request: Request, num_tokens: int) -> None:
         """Count tokens that were generated, those of beams that will die included."""
