@@ -35,7 +35,7 @@ from radixkv.service.config import load_settings
 
 if TYPE_CHECKING:
     from radixkv.service.batch.results import Done
-    from radixkv.service.batch.run import Tally
+    from radixkv.service.batch.tally import Tally
 
 
 def batch(

@@ -13,7 +13,8 @@ import pytest
 from radixkv.errors import InvalidConfig
 from radixkv.service.batch.asks import Asks
 from radixkv.service.batch.results import Done, ResultFile, recover
-from radixkv.service.batch.run import BatchRun, BatchStopped, Tally
+from radixkv.service.batch.run import BatchRun
+from radixkv.service.batch.tally import BatchStopped, Tally
 from radixkv.service.engine.engine import Engine
 from radixkv.service.http.serving import Serving
 from tests.batch_cases import chat, completion, read_lines, three_levels, tree_tokens, write_lines

@@ -24,8 +24,9 @@ from radixkv.errors import InvalidRequest, NotFound, Overloaded
 from radixkv.service.batch.asks import Asks
 from radixkv.service.batch.lines import count_lines
 from radixkv.service.batch.results import Done, ResultFile, recover
-from radixkv.service.batch.run import BatchRun, BatchStopped, Tally
+from radixkv.service.batch.run import BatchRun
 from radixkv.service.batch.store import Store, StoredBatch
+from radixkv.service.batch.tally import BatchStopped, Tally
 from radixkv.service.engine.params import Usage
 from radixkv.service.http.serving import Serving
 

@@ -11,7 +11,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from radixkv.service.batch.run import Tally
+from radixkv.service.batch.tally import Tally
 
 _DRAW_S = 0.25
 _LINE_S = 5.0

@@ -22,6 +22,7 @@ from typing import Any
 
 from radixkv.errors import InvalidConfig
 from radixkv.service.batch.lines import LineFault
+from radixkv.service.http.errors import describe, log_bug
 
 
 class Done:
@@ -140,6 +141,14 @@ def response_record(custom_id: str, status: int, body: Any) -> dict[str, Any]:
         },
         "error": None,
     }
+
+
+def error_record(custom_id: str, error: Exception) -> dict[str, Any]:
+    """Build the line for a request that failed, as HTTP would have answered."""
+    status, body, _ = describe(error, custom_id)
+    if status == 500:
+        log_bug(custom_id)
+    return response_record(custom_id, status, body)
 
 
 def fault_record(fault: LineFault) -> dict[str, Any]:
