@@ -145,7 +145,7 @@ def _schema(function: Function) -> dict[str, Any]:
 def _json_schema(how: ToolFormat, answer: GrammarSpec) -> str:
     if how.marker is None:
         raise InvalidRequest(
-            "this model writes calls as plain JSON, so tools cannot be combined with an answer that "
+            "this model writes calls as plain JSON, so tools cannot go with an answer that "
             "must be JSON too: send tool_choice none or required",
             param="tools",
         )

@@ -187,7 +187,8 @@ def test_a_template_switch_near_the_beginning_is_named(server: RunningServer) ->
     assert "style" not in hints["template_kwarg"]
 
 
-TOOL = {"name": "add", "description": "Adds two numbers to each other.", "strict": True}
+FUNCTION = {"name": "add", "description": "Adds two numbers to each other.", "strict": True}
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 def test_tools_are_rendered_as_sent_and_their_key_order_is_named(server: RunningServer) -> None:
@@ -202,7 +203,7 @@ def test_tools_are_rendered_as_sent_and_their_key_order_is_named(server: Running
         messages = [SYSTEM, turn("user", "hello")]
         render = server.engine.render
         sent = render(messages, tools=[TOOL])
-        shuffled = dict(reversed(TOOL.items()))
+        shuffled = {**TOOL, "function": dict(reversed(FUNCTION.items()))}
         assert render(messages, tools=[shuffled]) != sent
         server.ask("POST", "/v1/completions", {"prompt": sent, "max_tokens": 2})
         same = explain(server, messages=messages, tools=[TOOL])

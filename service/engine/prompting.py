@@ -62,8 +62,8 @@ class Prompting:
             raise InvalidRequest(
                 "this model's tokenizer has no chat template; use completions", param="messages"
             )
-        if tools and not self._shows("tools"):
-            raise InvalidRequest(f"the chat template {_REMEDY.format(what='tools')}", param="tools")
+        if tools:
+            self.expect_tools()
         if any(message.get("tool_calls") for message in messages) and not self._shows("calls"):
             raise InvalidRequest(
                 f"the chat template {_REMEDY.format(what='tool_calls')}", param="messages"
@@ -75,6 +75,11 @@ class Prompting:
             tools=[dict(tool) for tool in tools] if tools else None,
             **(template_kwargs or {}),
         )
+
+    def expect_tools(self) -> None:
+        """Raise InvalidRequest unless the template shows tools to the model."""
+        if not self._shows("tools"):
+            raise InvalidRequest(f"the chat template {_REMEDY.format(what='tools')}", param="tools")
 
     @property
     def tool_format(self) -> ToolFormat | None:

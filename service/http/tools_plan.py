@@ -76,6 +76,7 @@ def plan_tools(
     """
     if not calling.functions or calling.mode == "none":
         return ToolPlan(), params
+    prompting.expect_tools()
     how = prompting.tool_format
     if how is None:
         raise InvalidRequest(

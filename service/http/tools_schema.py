@@ -92,7 +92,9 @@ class AllowedChoice(Strict):
 
 def _read_choice(value: object, handler: ValidatorFunctionWrapHandler) -> object:
     if not isinstance(value, dict):
-        return handler(value)
+        if value not in ("none", "auto", "required"):
+            raise ValueError("wanted none, auto, required, or a function as an object")
+        return value
     model = AllowedChoice if value.get("type") == "allowed_tools" else NamedChoice
     try:
         return model.model_validate(value)
