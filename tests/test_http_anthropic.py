@@ -215,7 +215,7 @@ def test_errors_have_anthropics_shape_and_their_client_knows_them(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),

@@ -91,6 +91,7 @@ class CountTokensRequest(AutomaticFields):
             if isinstance(value, dict) and value.get("type") in neutral:
                 del asked[name]
         refuse_unsupported(asked, ANTHROPIC)
+        self.calling()
 
     def calling(self) -> Calling:
         """Return what is wanted of calls; raises InvalidRequest."""
