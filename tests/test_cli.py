@@ -21,7 +21,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import radixkv
-from radixkv.service.cli import app, curl_line
+from radixkv.service.cli import app
+from radixkv.service.cli_serve import curl_line
 from radixkv.service.config import setting_names
 from radixkv.service.logs import JsonLines, TextLines, configure_logs
 
