@@ -6,13 +6,14 @@ makes sense with which; what a search is, the engine knows.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.beams import MAX_LENGTH_PENALTY, MAX_WIDTH, BeamParams
-from radixkv.service.engine.params import MAX_CHOICES
+from radixkv.service.engine.params import MAX_CHOICES, Choice
 
 
 class BeamFields(BaseModel):
@@ -59,7 +60,7 @@ class BeamFields(BaseModel):
                     raise InvalidRequest(
                         f"{name} is only accepted with use_beam_search: true", param=name
                     )
-            return {} if self.best_of is None else {"best_of": self.best_of}
+            return {} if self.best_of in (None, n) else {"best_of": self.best_of}
         width = self.beam_width or self.best_of or n
         if self.best_of not in (None, width):
             raise InvalidRequest(
@@ -68,3 +69,20 @@ class BeamFields(BaseModel):
             )
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return {"beams": BeamParams(width, penalty, self.early_stopping or False)}
+
+
+class ScoredChoice(TypedDict):
+    """What a choice that was selected among others says of that; not in a stream.
+
+    `cumulative_logprob`: the sum over its tokens, one that ended it included. `score`: that over
+    their number, which for a beam is to the power of `length_penalty`.
+    """
+
+    cumulative_logprob: NotRequired[float]
+    score: NotRequired[float]
+
+
+def add_score(part: ScoredChoice, choice: Choice) -> None:
+    """Say by what ``choice`` was selected, if it was."""
+    if choice.score is not None and choice.cumulative_logprob is not None:
+        part["cumulative_logprob"], part["score"] = choice.cumulative_logprob, choice.score

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from radixkv.service.engine.params import Delta, Generation
+from radixkv.service.http.beams import add_score
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, send_events
 from radixkv.service.http.extras import Extras, add_parts
@@ -106,6 +107,7 @@ class ChatAnswer:
                 "finish_reason": finish_word(choice.finish_reason, calls=len(answer.calls)),
                 "stop_reason": choice.stop_reason,
             }
+            add_score(part, choice)
             if self._body.return_token_ids:
                 part["token_ids"] = list(choice.token_ids)
             choices.append(part)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from radixkv.service.engine.params import Choice, Delta, Generation, TokenLogprob, Usage
+from radixkv.service.http.beams import add_score
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, gather, send_events
 from radixkv.service.http.extras import ExtraParts, Extras, add_parts
@@ -135,6 +136,7 @@ class CompletionAnswer:
             "finish_reason": finish_word(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
+        add_score(part, choice)
         if self._body.scores_only:
             part["finish_reason"], part["stop_reason"] = "length", None
         else:

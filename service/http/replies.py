@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from radixkv.service.engine.params import Generation, Usage
+from radixkv.service.http.beams import ScoredChoice
 from radixkv.service.http.diagnostics import OpenAIDiagnostics
 from radixkv.service.http.explain_shapes import ExplainRecord
 
@@ -107,7 +108,7 @@ class ChatMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCallReply]]
 
 
-class ChatChoice(TypedDict):
+class ChatChoice(ScoredChoice):
     """One of the `n` answers."""
 
     index: int
@@ -191,7 +192,7 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class TextChoice(TypedDict):
+class TextChoice(ScoredChoice):
     """One completion, or in a stream what a chunk adds to it."""
 
     index: int
