@@ -73,18 +73,17 @@ class PrefixCache:
         self._resumed_queried = self._resumed_hit = 0
         self._cow_copies = self._resets = 0
         self.tree.on_evict = self.ghosts.note
-        self.tree.on_release = self.residency.released
+
+    def tick(self) -> None:
+        """Note the time, for how long blocks live; to be called once a step. O(1)."""
+        self.residency.tick(self.tree.clock)
 
     def _look(self, node: Node | None, depth: int) -> None:
         """Look at what an acquire has found, and at what is published and evicted next."""
+        self.tick()
         self.residency.found(node, depth)
-        self.tree.on_publish = self.residency.published
-        self.tree.on_evict = self._look_at_evicted
-
-    def _look_at_evicted(self, leaf: Node, keep: int) -> None:
-        self.tree.on_evict = self.ghosts.note
-        self.ghosts.note(leaf, keep)
-        self.residency.evicting(leaf, keep)
+        self.tree.look_at_published = self.residency.published
+        self.tree.look_at_evicted = self.residency.evicting
 
     # -- sequences ---------------------------------------------------------------------------------
 

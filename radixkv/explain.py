@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from radixkv.ghosts import Stretch
 from radixkv.identity.identity import CacheIdentity
 from radixkv.matching import Match
 from radixkv.nodes import Node
+from radixkv.runs import Stretch
 from radixkv.tokens import TOKEN_BYTES, decode, encode
 
 if TYPE_CHECKING:

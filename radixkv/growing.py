@@ -95,11 +95,13 @@ def extend(
     if tree.many:
         account = node.root.account
         account.published += len(blocks)
-        tree.accounts.count_blocks(account, len(blocks))
+        account.blocks += len(blocks)
+        if account.bounded:
+            tree.accounts.note(account)
     tree.num_published += len(blocks)
-    if tree.on_publish is not None:
-        tree.on_publish(key, blocks)
-        tree.on_publish = None
+    if tree.look_at_published is not None:
+        tree.look_at_published(key, blocks)
+        tree.look_at_published = None
     tree.version += 1
     if node.children is None and node.blocks:
         if len(key) >= stride and len(node.key) + len(key) <= MAX_EDGE_BYTES:

@@ -6,7 +6,6 @@ the same. It samples: it looks at one in so many, and its memory is bounded.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections import OrderedDict
@@ -16,14 +15,15 @@ from itertools import islice
 
 from radixkv.blocks import BlockIds
 from radixkv.nodes import UNUSED, Node
-from radixkv.sketch import SPACING_S, Marks, Sketch
+from radixkv.sketch import Marks, Sketch
 
 BOUNDS_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the histograms' buckets, in seconds."""
 QUANTILES = (0.5, 0.9, 0.99)
 SERIES = ("lifetime", "idle", "reuse_gap")
 
-_FINDS = 32  # one acquire in so many is looked at, on average: at random, lest it miss a rhythm
+_FINDS_BITS = 7  # one acquire in 64 is looked at, on average: at random, lest it miss a rhythm
+_EVICTIONS = 4  # that are looked at after it
 _TRACKED = 1024  # blocks whose birth is known, at most
 _CHILDREN = 8  # of a node, that are asked when it was used last
 
@@ -46,8 +46,9 @@ class Residency:
         reuse_gap   from its last use until it is found again, 0 if it was in use yet; of the last
                     block of what was found. Where many paths share it, the newest of them tell.
 
-    Of blocks that were evicted, or found; of none that are there still or went in a reset. Nothing
-    is known of what happened before the first release (then it is left out, not 0).
+    Of blocks that were evicted, or found; of none that are there still or went in a reset. What
+    was never in use is left out, not 0. The time is looked at only in ``tick``: what was let go
+    between two of them counts as of the later one.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Residency:
         self._stride = stride
         self._marks = Marks()
         self.until_find = 1
+        self._evictions = 0  # that are yet to be looked at
         self._random = random.Random(num_blocks)
-        self._marked = -math.inf
+        self._marks.note(1, clock())  # as the clock of a new tree
         self._num_births = 0
         # Block -> when it was published, with which tokens, as one of how many: it may have come to
         # hold others since.
@@ -75,12 +77,9 @@ class Residency:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def released(self, count: int) -> None:
-        """Note the time of a release, the ``count``-th by the clock of the tree."""
-        now = self.clock()
-        if now >= self._marked:
-            self._marked = now + SPACING_S
-            self._marks.note(count, now)
+    def tick(self, count: int) -> None:
+        """Note that the clock of the tree, which counts releases, stands at ``count`` now."""
+        self._marks.note(count, self.clock())
 
     def published(self, key: bytes, blocks: BlockIds) -> None:
         """Remember when one of these blocks, that now enter the tree, was published.
@@ -96,31 +95,36 @@ class Residency:
         if len(self._births) > _TRACKED:
             self._births.popitem(last=False)
 
-    def evicting(self, leaf: Node, keep: int) -> None:
+    def evicting(self, leaf: Node, keep: int) -> bool:
         """Look at what goes as ``leaf`` is to lose all its blocks but the first ``keep``.
 
-        To be called once after each ``found``.
+        To be called after each ``found`` until it returns True: of the few blocks whose birth is
+        known one is rarely met.
         """
-        now = self.clock()
-        since = self._marks.when(count_of(leaf.used))
-        if since is not None:
-            self.idle.add(now - since, len(leaf.blocks) - keep)
+        self._evictions -= 1
+        if self._evictions == _EVICTIONS - 1:
+            now = self.clock()
+            since = self._marks.when(count_of(leaf.used), now)
+            if since is not None:
+                self.idle.add(now - since, len(leaf.blocks) - keep)
         blocks = leaf.blocks[keep:] if keep else leaf.blocks
-        if self._births.keys().isdisjoint(blocks):
-            return
-        for i, block in enumerate(blocks):
-            if block in self._births:
-                born, tokens, weight = self._births.pop(block)
-                at = (keep + i) * self._stride
-                if leaf.key[at : at + self._stride] == tokens:
-                    self.lifetime.add(now - born, weight)
+        if not self._births.keys().isdisjoint(blocks):
+            now = self.clock()
+            for i, block in enumerate(blocks):
+                if block in self._births:
+                    born, tokens, weight = self._births.pop(block)
+                    at = (keep + i) * self._stride
+                    if leaf.key[at : at + self._stride] == tokens:
+                        self.lifetime.add(now - born, weight)
+        return self._evictions == 0
 
     def found(self, node: Node | None, depth: int) -> None:
         """Look at what an acquire has found: a path to ``depth``, on the edge of ``node``.
 
         To be called before it is held, when ``until_find``, which counts them down, is 0.
         """
-        self.until_find = self._random.randrange(1, 2 * _FINDS)
+        self._evictions = _EVICTIONS
+        self.until_find = 1 + self._random.getrandbits(_FINDS_BITS)
         idle = None if node is None else self.idle_of(node, depth)
         if idle is not None:
             self.reuse_gap.add(idle)
@@ -143,8 +147,9 @@ class Residency:
 
     def seconds_since(self, count: int) -> float | None:
         """Return the seconds since the tree's clock stood at ``count``; None: unknown."""
-        since = self._marks.when(count)
-        return None if since is None else max(0.0, self.clock() - since)
+        now = self.clock()
+        since = self._marks.when(count, now)
+        return None if since is None else max(0.0, now - since)
 
     def quantiles(self) -> dict[str, dict[float, float | None]]:
         """Return for each of SERIES its QUANTILES in seconds; None where nothing was sampled."""

@@ -38,7 +38,7 @@ def evict(tree: RadixTree, n: int, taker: Account) -> int:
 
 def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
     """Append ``n`` evicted blocks; the tree's reference to each becomes the caller's."""
-    stride, many, watch = tree.stride, tree.many, tree.on_evict
+    stride, many, watch, look = tree.stride, tree.many, tree.on_evict, tree.look_at_evicted
     victims, peek = tree.accounts.victims, taker.leaves.peek
     tree.num_blocks -= n
     tree.evictable -= n
@@ -64,16 +64,24 @@ def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
             held = node.num_held()
             if held > keep:
                 keep = held
-        if watch is not None:
-            watch(node, keep)
+        if look is not None and look(node, keep):
+            look = tree.look_at_evicted = None
+        if node.key is tree.cut:
+            tree.cut_when = tree.clock
+        elif watch is not None:
+            watch(node)
         if many:
             gone = len(blocks) - keep
             account.suffered += gone
-            tree.accounts.count_blocks(account, -gone, -gone)
+            account.blocks -= gone
+            account.evictable -= gone
+            if account.bounded:
+                tree.accounts.note(account)
         n -= len(blocks) - keep
         if keep:
             out += blocks[keep:]
             node.shorten(keep, stride)
+            tree.cut = node.key
         else:
             out += blocks
             _remove(tree, node)
@@ -117,7 +125,7 @@ def disown(tree: RadixTree, node: Node, depth: int) -> Node | None:
     node = node.at(depth)
     assert node.num_holding(depth) == 1 and node.end == depth and node.children is None
     if tree.on_evict is not None:
-        tree.on_evict(node, len(node.blocks) - 1)
+        tree.on_evict(node)
     tree.num_blocks -= 1
     tree.version += 1
     if tree.many:

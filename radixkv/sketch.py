@@ -6,7 +6,7 @@ Knows numbers and seconds; nothing of what lasted.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 _ACCURACY = 0.05  # of a quantile, relative
@@ -65,32 +65,41 @@ class Sketch:
 
 
 class Marks:
-    """What time it was when a counter stood so, within 10 ms or 5 % of the time since.
+    """By when a counter stood so, within 10 ms or 5 % of the time since, as far as it is told.
 
-    Told of every change of the counter, it keeps some 500 of them: dense lately, sparse long ago.
+    Told again and again how the counter stands, it keeps some 500 marks: dense lately, sparse long
+    ago. What happened between two of them counts as of the later one.
     """
 
-    __slots__ = ("_counts", "_due", "_times")
+    __slots__ = ("_counts", "_due", "_first", "_times")
 
     def __init__(self) -> None:
         self._counts: list[int] = []
         self._times: list[float] = []
         self._due = -math.inf
+        self._first: float = math.inf  # of what was before this nothing is known
 
     def note(self, count: int, now: float) -> None:
-        """Note that the counter stands at ``count`` since ``now``. Neither ever falls."""
+        """Note that the counter stands at ``count`` at ``now``. Neither ever falls."""
+        if self._counts and count == self._counts[-1]:
+            return
         if now < self._due:
+            # The mark before stands for the whole 10 ms: what follows has not been waiting for it.
+            self._counts[-1] = count
             return
         self._due = now + SPACING_S
+        self._first = min(self._first, count)
         self._counts.append(count)
         self._times.append(now)
         if len(self._counts) > _MARKS:
             self._thin(now)
 
-    def when(self, count: int) -> float | None:
-        """Return since when it stood at ``count``; None if that was before all that is kept."""
-        at = bisect_right(self._counts, count)
-        return self._times[at - 1] if at else None
+    def when(self, count: int, now: float) -> float | None:
+        """Return by when it stood at ``count``, ``now`` at the latest; None if nobody knows."""
+        if count < self._first:
+            return None
+        at = bisect_left(self._counts, count)
+        return self._times[at] if at < len(self._times) else now
 
     def _thin(self, now: float) -> None:
         """Leave out marks that lie close together, for how long ago they are."""
@@ -102,4 +111,5 @@ class Marks:
         self._counts = [*counts, self._counts[-1]]
         self._times = [*times, self._times[-1]]
         if len(self._counts) > _MARKS * 3 // 4:  # many years of them, or time stands still
+            self._first = self._counts[_MARKS // 4 - 1] + 1
             del self._counts[: _MARKS // 4], self._times[: _MARKS // 4]

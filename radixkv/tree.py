@@ -45,11 +45,16 @@ class RadixTree:
         self.num_nodes = 0
         self.num_unfilled = 0  # places for tokens in the blocks of tails that hold none
         self.evictable = 0
-        # Called with a leaf and how many of its blocks stay, just before the others are evicted.
-        self.on_evict: Callable[[Node, int], None] | None = None
-        # Called with the tokens and blocks that enter, once; and with the clock at each release.
-        self.on_publish: Callable[[bytes, BlockIds], None] | None = None
-        self.on_release: Callable[[int], None] | None = None
+        # Called with a leaf just before blocks of it are evicted, if it is not as the last cut left
+        # it; ``cut`` is the key of that one, and ``cut_when`` the clock at its last cut.
+        self.on_evict: Callable[[Node], None] | None = None
+        self.cut = b""
+        self.cut_when = 0
+        # Called once, and then forgotten: with the tokens and blocks that enter next.
+        self.look_at_published: Callable[[bytes, BlockIds], None] | None = None
+        # Called with a leaf from which blocks are evicted and how many of them stay, until it
+        # returns that it has seen enough; then forgotten.
+        self.look_at_evicted: Callable[[Node, int], bool] | None = None
         # Held tails that were taken out since their holders looked last; None: nobody looks.
         self.orphans: list[Node] | None = None
         self.version = 0  # moves with every change of what a look-up may answer
@@ -117,14 +122,15 @@ class RadixTree:
         if taken:
             self.evictable -= taken
             if self.many:
-                self.accounts.count_evictable(node.root.account, -taken)
+                account = node.root.account
+                account.evictable -= taken
+                if account.bounded:
+                    self.accounts.note(account)
         return end
 
     def release(self, node: Node, depth: int) -> None:
         """Let go the path that ends at ``depth``, and note that it was in use until now."""
         self.clock += 1
-        if self.on_release is not None:
-            self.on_release(self.clock)
         while depth <= node.start:
             node = node.parent  # type: ignore[assignment]
         if node.key and depth == node.start + len(node.blocks):
@@ -142,8 +148,6 @@ class RadixTree:
         before a mount was used later than what is behind it, so that it goes after that.
         """
         self.clock += 1
-        if self.on_release is not None:
-            self.on_release(self.clock)
         now = self.clock + UNUSED if terms.batch else self.clock
         node = node.at(depth)
         if node.key:
@@ -170,7 +174,10 @@ class RadixTree:
                     break
                 self.evictable += len(node.blocks)
                 if self.many:
-                    self.accounts.count_evictable(node.root.account, len(node.blocks))
+                    account = node.root.account
+                    account.evictable += len(node.blocks)
+                    if account.bounded:
+                        self.accounts.note(account)
                 if node.children is None and not node.entry:
                     node.root.account.leaves.add(node)
             depth = node.start

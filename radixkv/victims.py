@@ -122,7 +122,8 @@ class Victims:
             if leaf.entry > entry:
                 account.leaves.promised = leaf.entry
                 heapq.heapreplace(common, (leaf.entry, index))
-                continue
+                if common[0][0] != leaf.entry:
+                    continue
             return account, leaf, above
         return taker, taker.leaves.oldest(), taker.evictable
 

@@ -49,14 +49,15 @@ def run(
     tail: bool = True,
     batch: bool = False,
 ) -> int:
-    """One request from acquire to release; return what was cached."""
+    """One request from acquire to release, in a step; return what was cached."""
     tokens = encode(ids)
     with cache.open(cache.acquire(who, tokens, batch=batch)) as table:
         missing = len(ids) - table.num_tokens
         table.reserve(missing)
         table.commit(missing)
         table.publish(tokens, tail=tail)
-        return table.cached_tokens
+    cache.tick()
+    return table.cached_tokens
 
 
 def fresh(num_tokens: int) -> list[int]:

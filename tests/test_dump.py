@@ -115,6 +115,7 @@ def test_who_holds_it_and_since_when_nobody_does() -> None:
     assert [leaf.idle_s for leaf in leaves if not leaf.references] == [pytest.approx(10, abs=0.1)]
     for lease in leases:
         lease.release()
+    cache.tick()
     clock.sleep(5)
     assert {node.references for node in cache.dump().nodes} == {0}
     idle = [node.idle_s for node in cache.dump().nodes]

@@ -15,6 +15,14 @@ from tests.cache_runs import flood, fresh, identity, run
 ME = identity("me")
 
 
+def remembering(num_blocks: int, **bounds: int) -> PrefixCache:
+    """A cache whose ghosts have these bounds."""
+    cache = PrefixCache(num_blocks, 4)
+    cache.ghosts = Ghosts(cache.tree, **bounds)
+    cache.tree.on_evict = cache.ghosts.note
+    return cache
+
+
 def evicted(cache: PrefixCache, who: CacheIdentity, ids: list[int]) -> list[tuple[int, int]]:
     """The stretches of what is not resident that are known to have been."""
     tokens = encode(ids)
@@ -111,8 +119,7 @@ def test_a_leaf_that_grows_between_two_cuts_keeps_both_apart() -> None:
 
 
 def test_the_oldest_are_forgotten_first() -> None:
-    cache = PrefixCache(4, 4)
-    cache.ghosts = Ghosts(cache.tree, max_bytes=1100)  # a run is of 64 bytes, and 256
+    cache = remembering(4, max_bytes=1100)  # a run is of 64 bytes, and 256
     texts = [fresh(16) for _ in range(6)]
     for text in texts:
         run(cache, ME, text)
@@ -122,8 +129,7 @@ def test_the_oldest_are_forgotten_first() -> None:
 
 
 def test_memory_is_bounded_for_each_tenant_and_for_all() -> None:
-    cache = PrefixCache(8, 4)
-    cache.ghosts = Ghosts(cache.tree, max_bytes=1000, max_total_bytes=3000)
+    cache = remembering(8, max_bytes=1000, max_total_bytes=3000)
     for i in range(200):
         run(cache, identity(f"tenant {i % 7}"), fresh(random.Random(i).randint(1, 30)))
         assert cache.ghosts.num_bytes <= 3000
@@ -131,8 +137,7 @@ def test_memory_is_bounded_for_each_tenant_and_for_all() -> None:
 
 
 def test_a_loud_tenant_does_not_silence_a_quiet_one() -> None:
-    cache = PrefixCache(8, 4)
-    cache.ghosts = Ghosts(cache.tree, max_bytes=2000, max_total_bytes=2400)
+    cache = remembering(8, max_bytes=2000, max_total_bytes=2400)
     quiet, text = identity("quiet"), fresh(16)
     run(cache, quiet, text)
     for _ in range(100):
