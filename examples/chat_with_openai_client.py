@@ -50,11 +50,11 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> None:
                 print(text, end="", flush=True)
             if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
                 cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
+                computed = chunk.usage.prompt_tokens - cached
                 print(
-                    f"\n  [{cached} of {chunk.usage.prompt_tokens} prompt tokens were cached",
-                    end="",
+                    f"\n  [{cached} prompt tokens cached, {computed} computed; "
+                    f"first token after {first_s or 0:.2f} s]"
                 )
-                print(f"; first token after {first_s or 0:.2f} s]")
         messages.append({"role": "assistant", "content": answer})
 
 
