@@ -151,6 +151,16 @@ class Residency:
         since = self._marks.when(count, now)
         return None if since is None else max(0.0, now - since)
 
+    def as_of_now(self) -> Callable[[int], float | None]:
+        """Return what tells ``seconds_since`` as it is now, at any time and on any thread."""
+        now, marks = self.clock(), self._marks.copy()
+
+        def seconds_since(count: int) -> float | None:
+            since = marks.when(count, now)
+            return None if since is None else max(0.0, now - since)
+
+        return seconds_since
+
     def quantiles(self) -> dict[str, dict[float, float | None]]:
         """Return for each of SERIES its QUANTILES in seconds; None where nothing was sampled."""
         return {name: {q: getattr(self, name).quantile(q) for q in QUANTILES} for name in SERIES}

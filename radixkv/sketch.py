@@ -101,6 +101,13 @@ class Marks:
         at = bisect_left(self._counts, count)
         return self._times[at] if at < len(self._times) else now
 
+    def copy(self) -> Marks:
+        """Return the marks as they are now."""
+        twin = Marks()
+        twin._counts, twin._times = [*self._counts], [*self._times]
+        twin._due, twin._first = self._due, self._first
+        return twin
+
     def _thin(self, now: float) -> None:
         """Leave out marks that lie close together, for how long ago they are."""
         counts, times = [self._counts[0]], [self._times[0]]

@@ -145,3 +145,21 @@ def test_ten_thousand_nodes_take_little_time() -> None:
         costs.append(time.process_time() - start)
     assert len(found.nodes) >= 10_000
     assert min(costs) < 0.15
+
+
+def test_a_drawing_is_of_the_moment_that_was_surveyed() -> None:
+    """Whatever becomes of the tree and the time until it is drawn, on another thread."""
+    clock = Clock()
+    cache = PrefixCache(64, 4, clock=clock)
+    stem = fresh(8)
+    for _ in range(5):
+        run(cache, ME, [*stem, *fresh(13)])
+        clock.sleep(10)
+    before = cache.dump(token_ids=3)
+    survey = dumping.Survey(cache, None)
+    clock.sleep(1000)
+    for _ in range(40):
+        run(cache, YOU, fresh(20))
+    run(cache, ME, [*stem[:5], *fresh(30)])
+    assert cache.dump(token_ids=3) != before
+    assert survey.draw(token_ids=3) == before

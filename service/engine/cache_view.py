@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from radixkv.accounts import Account, AccountStats
+from radixkv.dump import Survey
 from radixkv.identity.identity import CacheIdentity
 from radixkv.nodes import Node
 from radixkv.service.engine.cache_events import CacheEvents, Listener
@@ -119,9 +120,8 @@ class CacheView:
     ) -> Dump:
         """Nodes for drawing, of ``tenants`` or of all if None; ``token_ids`` of each are told."""
         cache = self._core.cache
-        return self._core.call(
-            lambda: cache.dump(tenants, depth=depth, limit=limit, token_ids=token_ids)
-        ).result()
+        survey = self._core.call(lambda: Survey(cache, tenants)).result()
+        return survey.draw(depth=depth, limit=limit, token_ids=token_ids)  # holds up no step
 
     def inside(self, max_age_s: float = 2.0) -> Inside:
         """What a look between two steps shows, not older than ``max_age_s`` seconds."""
