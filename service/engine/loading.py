@@ -24,6 +24,7 @@ from radixkv.service.engine.fingerprints import Fingerprints
 from radixkv.service.engine.fusing import join_norms, merge_projections, use_kernels
 from radixkv.service.engine.models.llama import build_decoder, reason_against
 from radixkv.service.engine.probe import refuse_if_inexact
+from radixkv.service.engine.proofs import is_proven, note_proven
 from radixkv.service.engine.resolving import resolve_model
 from radixkv.service.engine.support import inspect_model
 
@@ -74,10 +75,12 @@ class LoadedModel:
         name: str,
         path: Path | None = None,
         decoder: str = "auto",
+        remember: bool = False,
     ) -> LoadedModel:
         """Take a model that is already in memory; it stays on its device and in its dtype.
 
-        Its attention is switched in place. ``decoder`` as in EngineConfig. Raises UnsupportedModel,
+        Its attention is switched in place. ``decoder`` as in EngineConfig. ``remember``: a model
+        that was proven exact on this machine is not proven again. Raises UnsupportedModel,
         with the reason, for a model that cannot be served exactly, or not by that decoder.
         """
         reason = _reason_against(model, decoder)
@@ -108,8 +111,11 @@ class LoadedModel:
         if reason is None:
             loaded.decoder = build_decoder(model, facts.windows, facts.max_model_len)
             loaded.fingerprints = loaded.fingerprints.of_native_decoder()
-        with attention_of(model, IMPLEMENTATION):  # a model that is refused stays as it was
-            refuse_if_inexact(loaded)
+        if not (remember and is_proven(loaded)):
+            with attention_of(model, IMPLEMENTATION):  # a model that is refused stays as it was
+                refuse_if_inexact(loaded)
+            if remember:
+                note_proven(loaded)
         use_paged_attention(model)
         return loaded
 
@@ -172,7 +178,9 @@ def load_model(
         merge_projections(model)
         use_kernels(model)
         join_norms(model)
-    return LoadedModel.from_model(model, tokenizer, name=name, path=path, decoder=decoder)
+    return LoadedModel.from_model(
+        model, tokenizer, name=name, path=path, decoder=decoder, remember=True
+    )
 
 
 def _reason_against(model: Any, decoder: str) -> str | None:

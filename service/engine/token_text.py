@@ -223,9 +223,10 @@ def _byte_level() -> Callable[[str], bytes]:
     others = [byte for byte in range(256) if byte not in set(printable)]
     byte_of = {ord(chr(b)): b for b in printable} | {256 + i: b for i, b in enumerate(others)}
     swap = {char: chr(byte) for char, byte in byte_of.items()}
+    mapped = frozenset(map(chr, byte_of))
 
     def to_bytes(name: str) -> bytes:
-        if all(ord(char) in byte_of for char in name):
+        if mapped.issuperset(name):
             return name.translate(swap).encode("latin-1")
         return name.encode()
 
