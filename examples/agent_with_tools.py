@@ -118,4 +118,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except openai.APIConnectionError:
+        sys.exit("no server answers there; start one with: radixkv serve --chat-template FILE")
+    except openai.APIError as e:
+        sys.exit(e.message)

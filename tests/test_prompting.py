@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from radixkv.errors import InvalidRequest
@@ -61,3 +64,69 @@ def test_ids_outside_the_vocabulary_are_refused(ids: list[int]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Prompting(tokenizer, len(tokenizer)).check_ids(ids, "prompt")
     assert caught.value.param == "prompt"
+
+
+SHIPPED = Path(__file__).parents[1] / "examples" / "templates" / "chatml_tools.jinja"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLING = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
+
+
+def prompting_of(template: object) -> Prompting:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return Prompting(tokenizer, len(tokenizer))
+
+
+def test_the_shipped_template_shows_tools_calls_and_results() -> None:
+    text = prompting_of(SHIPPED.read_text()).render_text([*CALLING, RESULT], tools=[TOOL])
+    assert json.dumps(TOOL) in text
+    assert text.index(json.dumps(TOOL)) < text.index("be brief")
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
+    assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n" in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_the_shipped_template_goes_on_from_what_it_wrote_turn_by_turn() -> None:
+    """Each turn's prompt begins with the last one's, so nothing of an agent's loop is lost."""
+    prompting = prompting_of(SHIPPED.read_text())
+    chat = [*CALLING, RESULT, {"role": "assistant", "content": "Two."}, CHAT[1]]
+    texts = [
+        prompting.render_text(chat[:n], tools=[TOOL], add_generation_prompt=False)
+        for n in range(2, len(chat) + 1)
+    ]
+    for shorter, longer in zip(texts, texts[1:], strict=False):
+        assert longer.startswith(shorter)
+
+
+def test_tools_and_calls_that_a_template_would_leave_out_are_refused() -> None:
+    prompting = prompting_of(build_tokenizer().chat_template)
+    for messages, tools, param in ((CHAT, [TOOL], "tools"), (CALLING, None, "messages")):
+        with pytest.raises(InvalidRequest, match="--chat-template") as caught:
+            prompting.render_text(messages, tools=tools)
+        assert caught.value.param == param
+    assert prompting.render_text(CHAT, tools=[]) == prompting.render_text(CHAT)
+
+
+def test_of_several_named_templates_the_one_for_tools_counts() -> None:
+    plain = build_tokenizer().chat_template
+    prompting = prompting_of({"default": plain, "tool_use": SHIPPED.read_text()})
+    assert json.dumps(TOOL) in prompting.render_text(CHAT, tools=[TOOL])
+    assert prompting.tool_format is not None
+
+
+def test_templates_that_insist_on_short_ids_get_them() -> None:
+    """Mistral's."""
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+        "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+        "{% endif %}{{ c.id }}{{ c.function.name }}{% endfor %}{{ m.tool_call_id }}{% endfor %}"
+    )
+    text = prompting_of(template).render_text([*CALLING, RESULT])
+    assert len(text) == 2 * 9 + len("add") and text[:9] == text[-9:]
+
+
+def test_only_special_tokens_have_special_ids() -> None:
+    prompting = prompting_of(None)
+    assert prompting.special_ids({"<|im_start|>", "hello"}) == {"<|im_start|>": 1}
