@@ -17,6 +17,8 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 MAX_SOURCE_CHARS = 128 * 1024
 """Of a schema, pattern, list or grammar."""
 MAX_CHOICES_LISTED = 4096
+MAX_WORD_CHARS = 8192
+"""Of a pattern, an option, or one string in a schema: what is made of it costs its square."""
 MAX_NESTING = 64
 """Levels of objects and arrays in the text of a schema. ``$ref`` may still recurse."""
 
@@ -40,10 +42,10 @@ class GrammarSpec:
         if self.kind not in get_args(GrammarKind):
             known = ", ".join(get_args(GrammarKind))
             raise InvalidRequest(f"grammar kind is {self.kind!r}; wanted one of {known}")
-        if len(self.source) > MAX_SOURCE_CHARS:
+        most = MAX_WORD_CHARS if self.kind == "regex" else MAX_SOURCE_CHARS
+        if len(self.source) > most:
             raise InvalidRequest(
-                f"{self.kind} has {len(self.source)} characters; at most {MAX_SOURCE_CHARS} are "
-                "accepted"
+                f"{self.kind} has {len(self.source)} characters; at most {most} are accepted"
             )
         if not self.source and self.kind != "json_object":
             raise InvalidRequest(f"{self.kind} is empty")
@@ -51,8 +53,7 @@ class GrammarSpec:
             schema = _parsed(self.kind, self.source)
             if not isinstance(schema, (dict, bool)):
                 raise InvalidRequest("json_schema is no schema; wanted a JSON object")
-            if _nesting(schema) > MAX_NESTING:
-                raise InvalidRequest(f"json_schema is nested more than {MAX_NESTING} levels deep")
+            _check_schema(schema)
         if self.kind == "choice":
             _check_choices(_parsed(self.kind, self.source))
 
@@ -126,21 +127,30 @@ def _check_choices(options: object) -> None:
         raise InvalidRequest("choice is no list of strings")
     if not options or not all(options):
         raise InvalidRequest("choice has no options, or an empty one")
+    if any(len(option) > MAX_WORD_CHARS for option in options):
+        raise InvalidRequest(f"choice has an option of more than {MAX_WORD_CHARS} characters")
     if len(options) > MAX_CHOICES_LISTED:
         raise InvalidRequest(
             f"choice has {len(options)} options; at most {MAX_CHOICES_LISTED} are accepted"
         )
 
 
-def _nesting(value: object) -> int:
-    """Return how many levels of objects and arrays ``value`` has; stops when it is too many."""
-    level, depth = [value], 0
-    while level and depth <= MAX_NESTING:
+def _check_schema(schema: object) -> None:
+    """Refuse what is nested too deeply or has too long a string."""
+    level, depth = [schema], 0
+    while level:
+        if depth > MAX_NESTING:
+            raise InvalidRequest(f"json_schema is nested more than {MAX_NESTING} levels deep")
         below: list[object] = []
         for item in level:
             if isinstance(item, dict):
+                below.extend(item)
                 below.extend(item.values())
             elif isinstance(item, list):
                 below.extend(item)
+            elif isinstance(item, str) and len(item) > MAX_WORD_CHARS:
+                raise InvalidRequest(
+                    f"json_schema has a string of {len(item)} characters; at most "
+                    f"{MAX_WORD_CHARS} are accepted"
+                )
         level, depth = below, depth + 1
-    return depth

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -41,15 +41,24 @@ MAX_GBNF_CHARS = 16 * 1024
 # white space is apt to write nothing else. A schema's own `x-guidance` goes first.
 _JSON = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
 _GBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
-# Of one step's mask about 8 ms at worst, for others wait for it; of one choice's memory some 40 MB.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+T = TypeVar("T")
+_STARTING = threading.Lock()
+_STACK_BYTES = 256 * 1024 * 1024
+"""llguidance follows references by recursion: a chain of as many as fit into a schema's text takes
+some 50 MiB, and where a stack ends the process does. What is not touched takes no memory."""
+
+
+def _limits(max_items_in_row: int) -> LLParserLimits:
+    """Of one step's mask 10 ms or so, for others wait for it; of one choice's memory 40 MB."""
+    return LLParserLimits(
+        max_items_in_row=max_items_in_row,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=30_000,
+        step_max_items=50_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +139,8 @@ class Grammars:
         if found is None:
             found = mine
             try:
-                mine.set_result(compile_grammar(spec, self.vocabulary))
+                vocabulary = self.vocabulary
+                mine.set_result(_on_deep_stack(lambda: compile_grammar(spec, vocabulary)))
             except InvalidRequest as refusal:
                 mine.set_result(str(refusal))
             except BaseException as error:  # whoever waits must be told, whatever it is
@@ -164,6 +174,25 @@ class Grammars:
             self._kept_chars -= len(spec.source)
 
 
+def _on_deep_stack(function: Callable[[], T]) -> T:
+    """Call ``function`` in a thread whose stack is deep, and wait for it."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _STARTING:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="radixkv-grammar-deep", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
 def vocabulary_of(model: LoadedModel, token_text: TokenText) -> Vocabulary:
     """Build the tables of a model's tokens; raises InvalidRequest if they are no pieces of text."""
     return Vocabulary(
@@ -177,7 +206,10 @@ def vocabulary_of(model: LoadedModel, token_text: TokenText) -> Vocabulary:
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
     """Compile ``spec``; raises InvalidRequest if it is none, is too large, or allows no text."""
-    matcher = LLMatcher(vocabulary.tokens, _source(spec), log_level=0, limits=_LIMITS)
+    # A client's own rules can be ambiguous without bounds; those of a schema, or of a list of
+    # members that may all be left out, are many at most.
+    limits = _limits(400 if spec.kind == "lark" else 2000)
+    matcher = LLMatcher(vocabulary.tokens, _source(spec), log_level=0, limits=limits)
     if matcher.is_error():
         raise InvalidRequest(f"{spec.kind}: {in_brief(matcher.get_error())}")
     _probe(spec, matcher.deep_copy(), vocabulary)
@@ -200,7 +232,9 @@ def _source(spec: GrammarSpec) -> str:
         return LLMatcher.grammar_from_regex(spec.source)
     if spec.kind == "choice":
         options = dict.fromkeys(json.loads(spec.source))
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, options)))
+        # One word to the lexer: as so many rules they would be looked at one by one.
+        words = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+        return LLMatcher.grammar_from_lark(f"start: OPTION\nOPTION: {words}")
     if _GBNF.search(spec.source):
         if len(spec.source) > MAX_GBNF_CHARS:
             raise InvalidRequest(

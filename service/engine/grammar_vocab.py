@@ -20,6 +20,9 @@ Bits = np.ndarray
 """Tokens as bits: int32 ``[words]``, token ``t`` is bit ``t % 32`` of word ``t // 32``."""
 
 
+_MAX_CUT_BYTES = 256
+
+
 class Vocabulary:
     """The tokens of one model; never changes, so any thread may read it."""
 
@@ -85,8 +88,15 @@ class _Words(TokenizerWrapper):
         self._backend = backend
 
     def _encode_string(self, text: str | bytes) -> list[int]:
-        """Cut ``text`` as the model was taught to, if those tokens say just that, else greedily."""
+        """Cut ``text`` as the model was taught to, if those tokens say just that, else greedily.
+
+        Of a long text only the beginning: what is forced is cut anew before each token, and only
+        the first token is asked for.
+        """
         raw = text.encode() if isinstance(text, str) else text
+        if len(raw) > _MAX_CUT_BYTES:
+            head = raw[:_MAX_CUT_BYTES].decode(errors="ignore").encode()
+            return self._encode_string(head)[:-1]  # the last one may be cut short by the cut
         if self._backend is not None:
             try:
                 found = self._backend.encode(raw.decode(), add_special_tokens=False).ids
