@@ -144,9 +144,17 @@ class PrefixCache:
         *,
         max_cached: int | None = None,
         context: int = 64,
+        every_salt: bool = False,
     ) -> Explanation:
         """Say what ``acquire`` would find, and why not the rest; see ``radixkv.explain``."""
-        return explain(self, identity, tokens, max_cached=max_cached, context=context)
+        return explain(
+            self,
+            identity,
+            tokens,
+            max_cached=max_cached,
+            context=context,
+            every_salt=every_salt,
+        )
 
     def open(self, lease: Lease) -> BlockTable:
         """Return a sequence's table, which takes over what ``lease`` holds, and end the lease."""

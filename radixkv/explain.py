@@ -2,7 +2,8 @@
 
 Knows the tree, what was evicted and identities; nothing of requests. Reads only: it touches no
 time, moves no counter, takes no hold. Of other identities it looks at those of the same tenant
-alone, so that nobody learns from it what others have asked.
+alone, and behind a salt at those of the same salt: salts keep the tenant's own users apart, and
+none of them may learn what another has asked. Who asks without a salt is the tenant itself.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ evicted      they were resident, and made room for others or went in a reset
 expired      the same, after a pin that had kept them ran out
 adapter .. namespace
              resident, but under another identity of the same tenant, which differs in this first
-             (``namespace``: another salt)
+             (``namespace``: it has a salt; told to those who have none themselves)
 diverged     the cache goes on otherwise at this point; see ``divergence``
 first_seen   none of the others: no trace of them
 below_block  the end of a public prefix, behind its last whole block, that nobody has put in
@@ -93,11 +94,13 @@ def explain(
     *,
     max_cached: int | None = None,
     context: int = 64,
+    every_salt: bool = False,
 ) -> Explanation:
     """Explain what ``acquire`` would find of ``tokens`` and what it would not.
 
-    ``context`` bounds ``sibling_tokens``. O(look-ups under up to 256 identities of the tenant, and
-    places at which anything of the tenant was evicted). Raises IdentityMismatch as ``acquire``
+    ``context`` bounds ``sibling_tokens``. ``every_salt``: behind a salt too, tell what is resident
+    under others of the tenant, as to an admin. O(look-ups under up to 256 identities of the tenant,
+    and places at which anything of the tenant was evicted). Raises IdentityMismatch as ``acquire``
     does.
     """
     if type(tokens) is not bytes:
@@ -121,7 +124,7 @@ def explain(
     if border and 0 < border.num_whole * cache.block_size == known < border.num_tokens:
         ends.append(("below_block", border.num_tokens))
         known = border.num_tokens
-    length, differing = _elsewhere(cache, identity, tokens)
+    length, differing = _elsewhere(cache, identity, tokens, every_salt)
     if known < length and length - known >= min(cache.block_size, num_tokens - 1 - known):
         ends.append((_reason(differing), length))
         known = length
@@ -211,12 +214,12 @@ def _newest(node: Node, begin: bytes) -> Node | None:
 
 
 def _elsewhere(
-    cache: PrefixCache, identity: CacheIdentity, tokens: bytes
+    cache: PrefixCache, identity: CacheIdentity, tokens: bytes, every_salt: bool
 ) -> tuple[int, tuple[str, ...]]:
     """Return how much is resident under another identity of the tenant, and what differs in it."""
     best: int = 0
     differing: tuple[str, ...] = ()
-    for other in _others(cache, identity):
+    for other in _others(cache, identity, every_salt):
         _, length, _ = cache._match(other, tokens, len(tokens) // TOKEN_BYTES)
         if length and length >= best:
             fields = identity.difference(other)
@@ -225,13 +228,19 @@ def _elsewhere(
     return best, differing
 
 
-def _others(cache: PrefixCache, identity: CacheIdentity) -> Iterable[CacheIdentity]:
-    """Return other identities of the tenant under which anything is resident."""
-    tenant = identity.namespace.tenant
-    if tenant not in cache.accounts:
+def _others(
+    cache: PrefixCache, identity: CacheIdentity, every_salt: bool
+) -> Iterable[CacheIdentity]:
+    """Return other identities under which anything is resident and that may be told of."""
+    mine = identity.namespace
+    if mine.tenant not in cache.accounts:
         return ()
-    roots = islice(cache.accounts.of(tenant).roots, _MAX_OTHERS)
-    return {root.identity for root in roots} - {identity}
+    told = (
+        root.identity
+        for root in cache.accounts.of(mine.tenant).roots
+        if every_salt or mine.salt is None or root.identity.namespace == mine
+    )
+    return {*islice(told, _MAX_OTHERS)} - {identity}
 
 
 def _reason(differing: tuple[str, ...]) -> Reason:

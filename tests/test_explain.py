@@ -213,6 +213,22 @@ def test_the_same_tokens_under_another_identity_are_told_with_what_differs(reaso
     assert checked(cache, text).reasons == ((reason, 23), ("last_token", 1))
 
 
+def test_behind_a_salt_nothing_of_the_tenants_other_salts_shows() -> None:
+    """SECURITY-1: a tenant's users are kept apart by salts, so none is told what others sent."""
+    empty, cache = PrefixCache(256, 4), PrefixCache(256, 4)
+    secret = fresh(64)
+    for other in (ME, identity("me", "theirs"), identity("me", "theirs", adapter="a")):
+        run(cache, other, secret)
+    mine = identity("me", "mine")
+    for guess in range(1, 65):
+        tokens = encode(secret[:guess])
+        assert cache.explain(mine, tokens) == empty.explain(mine, tokens)
+    told = cache.explain(mine, encode(secret), every_salt=True)
+    assert told.reasons == (("namespace", 63), ("last_token", 1))
+    run(cache, identity("me", "mine", adapter="a"), secret)  # its own, under another adapter
+    assert cache.explain(mine, encode(secret)).reasons == (("adapter", 63), ("last_token", 1))
+
+
 def test_the_identity_that_has_most_is_named_and_of_equals_the_nearest() -> None:
     cache = PrefixCache(64, 4)
     text = fresh(24)
@@ -288,6 +304,10 @@ def test_behind_a_public_prefix_only_ones_own_is_told() -> None:
         found = checked(cache, [*mine[: n + 3], *fresh(2)])
         assert (found.divergence, found.sibling_tokens) == (n + 3, tuple(mine[n + 3 :]))
         found = checked(cache, mine, identity("me", "salt"))
+        assert (found.resident_tokens, found.other) == (n, ())
+        salted = [*prefix, *fresh(9)]
+        run(cache, identity("me", "salt"), salted)
+        found = checked(cache, salted)
         assert (found.resident_tokens, found.other) == (n, ("namespace.salt",))
 
 
@@ -402,6 +422,7 @@ class ExplainedWorld(World):
                 assert border is not None and end == len(border.tokens)
             elif reason in ("model", "namespace"):
                 assert found.other == ((reason,) if reason == "model" else ("namespace.salt",))
+                assert reason == "model" or self.identities[who].namespace.salt is None
                 tenants = self.shares.tenant_of
                 others = {i for i, t in tenants.items() if t == tenants[who]} - {who}
                 numbers = [i for i in others if isinstance(i, int)]

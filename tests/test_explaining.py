@@ -111,13 +111,20 @@ def test_both_sides_of_a_divergence_are_told(engine: Engine) -> None:
     assert told.reasons == {"diverged": 20}
 
 
-def test_the_same_prompt_under_another_salt_is_said_to_be_there(engine: Engine) -> None:
+def test_what_a_salt_has_is_told_to_the_tenant_itself_and_to_an_admin(engine: Engine) -> None:
+    """SECURITY-1: and to nobody behind another salt of it, who may be another user."""
     engine.cache.reset()
-    cached(engine, [5] * 60, A)
-    told = engine.cache.explain([5] * 60, origin=Origin(tenant="a", salt="s"))
-    assert told.resident_tokens == 0
-    assert told.reasons.get("namespace", 0) > 40
-    assert told.differs_in == ("namespace.salt",)
+    salted = Origin(tenant="a", salt="s")
+    cached(engine, [8] * 60, salted)
+    for told in (
+        engine.cache.explain([8] * 60, origin=A),
+        engine.cache.explain([8] * 60, origin=Origin(tenant="a", salt="t"), every_salt=True),
+    ):
+        assert told.resident_tokens == 0
+        assert told.reasons.get("namespace", 0) > 40
+        assert told.differs_in == ("namespace.salt",)
+    hidden = engine.cache.explain([8] * 60, origin=Origin(tenant="a", salt="t"))
+    assert hidden.reasons == {"first_seen": 60} and hidden.differs_in == ()
 
 
 def test_a_request_that_reads_nothing_is_told_so(engine: Engine) -> None:

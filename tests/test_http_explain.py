@@ -316,6 +316,29 @@ def test_nothing_of_another_tenant_is_told(tmp_path: Path) -> None:
         assert "xyzzy" in mine["divergence"]["other_text"]
 
 
+def test_one_salt_of_a_tenant_is_not_told_what_another_has(tmp_path: Path) -> None:
+    """SECURITY-1: neither by the dry run nor by an answer; without a salt the tenant is."""
+    gate, keys = open_gate(tmp_path, alice={}, root={"role": "admin"})
+    body = {"messages": [SYSTEM, turn("user", "the secret word is xyzzy")]}
+    with running_server(gate=gate) as server:
+
+        def ask(who: str, path: str, **extra: Any) -> Any:
+            status, _, reply = server.ask("POST", path, body | extra, headers=bearer(keys[who]))
+            assert status == 200, reply
+            return reply
+
+        for who in keys:
+            ask(who, "/v1/chat/completions", max_tokens=2, cache_salt="theirs")
+        hidden = ask("alice", "/v1/cache/explain", cache_salt="mine")
+        assert set(hidden["reasons"]) == {"first_seen"} and hidden["differs_in"] == []
+        reply = ask("alice", "/v1/chat/completions", cache_salt="mine", radixkv={"explain": True})
+        assert reply["radixkv"]["explain"]["reasons"] == hidden["reasons"]
+        told = ask("root", "/v1/cache/explain", cache_salt="mine")
+        assert told["reasons"]["namespace"] > 16
+        told = ask("alice", "/v1/cache/explain")
+        assert told["reasons"]["namespace"] > 16 and told["differs_in"] == ["namespace.salt"]
+
+
 def test_a_preempted_requests_trace_lists_each_look_up_and_usage_reports_the_first() -> None:
     """DIAG-1, USAGE-3."""
     with running_server(

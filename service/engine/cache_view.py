@@ -102,17 +102,23 @@ class CacheView:
         return self._core.call(lambda: self._core.cache.lookup(identity, tokens)).result()
 
     def explain(
-        self, token_ids: Sequence[int], *, origin: Origin = LOCAL, may_read: bool = True
+        self,
+        token_ids: Sequence[int],
+        *,
+        origin: Origin = LOCAL,
+        may_read: bool = True,
+        every_salt: bool = False,
     ) -> Explained:
         """Why a request with this prompt, sent now, would not find all of it; touches nothing.
 
         ``may_read``: False for a request that reads nothing from the cache, as one that wants the
-        log-probabilities of its prompt.
+        log-probabilities of its prompt. ``every_salt``: tell an admin who has a salt what other
+        salts of the tenant have.
         """
         tokens, identity = encode(token_ids), self._identity(origin)
         scheduler = self._core.scheduler
         return self._core.call(
-            lambda: explain(scheduler, identity, tokens, may_read=may_read)
+            lambda: explain(scheduler, identity, tokens, may_read=may_read, every_salt=every_salt)
         ).result()
 
     def tree(

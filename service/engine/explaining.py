@@ -48,7 +48,8 @@ class Explained:
     sibling_tokens: tuple[int, ...]
     """What is resident there instead, from that token on; of the same namespace."""
     differs_in: tuple[str, ...]
-    """Fields of the identity in which an identity of the same tenant differs that has more."""
+    """Fields of the identity in which an identity of the same tenant, and of the same salt if
+    there is one, differs that has more."""
 
     def __post_init__(self) -> None:
         missing = self.num_tokens - self.resident_tokens
@@ -56,16 +57,22 @@ class Explained:
 
 
 def explain(
-    scheduler: Scheduler, identity: CacheIdentity, tokens: bytes, *, may_read: bool = True
+    scheduler: Scheduler,
+    identity: CacheIdentity,
+    tokens: bytes,
+    *,
+    may_read: bool = True,
+    every_salt: bool = False,
 ) -> Explained:
     """Account for ``tokens`` (big-endian uint32) as a request that is admitted next.
 
-    ``may_read``: False for a request that reads nothing from the cache.
+    ``may_read``: False for a request that reads nothing from the cache. ``every_salt``: tell what
+    other salts of the tenant have, though ``identity`` has one; for an admin.
     """
     cache, num_tokens = scheduler.cache, len(tokens) // 4
     if not may_read:
         return _nothing(identity, num_tokens, {DISABLED: num_tokens})
-    found = cache.explain(identity, tokens, context=SIBLING_TOKENS)
+    found = cache.explain(identity, tokens, context=SIBLING_TOKENS, every_salt=every_salt)
     reasons = _by_reason(found)
     resident = found.resident_tokens
     if not scheduler.running:

@@ -88,7 +88,12 @@ async def cache_explain(request: web.Request) -> web.Response:
     engine.prompting.check_ids(ids, param)
 
     def look() -> ExplainReply:
-        explained = engine.cache.explain(ids, origin=origin, may_read=body.reads_cache)
+        explained = engine.cache.explain(
+            ids,
+            origin=origin,
+            may_read=body.reads_cache,
+            every_salt=caller_of(request).is_admin,
+        )
         record = record_of(engine, explained, ids, chat, nearest)
         return {
             **record,

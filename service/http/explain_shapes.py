@@ -70,7 +70,9 @@ class ExplainRecord(TypedDict):
     `execution`, `model`, `namespace`, `in_flight` (a running request computes these now),
     `below_block`, `last_token` (its logits are wanted), `no_room` (the pool is too small to use
     them), `disabled`. `identity` names the part of the cache that was looked at; `differs_in` the
-    fields of it in which another part of the caller's own has more of this prompt.
+    fields of it in which another part of the caller's own has more of this prompt. What another
+    `cache_salt` has is told only to requests without one, and to an admin who asks
+    `/v1/cache/explain`: salts keep a tenant's users apart.
     """
 
     prompt_tokens: int
