@@ -148,11 +148,12 @@ class Holds:
         size = len(tokens)
         if hold.budget_blocks is not None:
             size = min(size, hold.budget_blocks * self._core.cache.block_size * TOKEN_BYTES)
-        assert hold.identity is not None
+        identity = hold.identity
+        assert identity is not None
 
         def pin() -> Pin | None:
             return self._keeper.hold(
-                hold.identity, tokens[:size], owner=hold.owner, ttl_s=hold.ttl_s, name=hold.name
+                identity, tokens[:size], owner=hold.owner, ttl_s=hold.ttl_s, name=hold.name
             )
 
         made = pin()

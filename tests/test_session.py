@@ -313,7 +313,7 @@ def test_a_session_speaks_under_its_adapter(tmp_path: Path) -> None:
 @pytest.mark.skipif(unavailable_reason() is not None, reason="no compiled decoder")
 def test_a_deterministic_engine_answers_a_fork_as_it_does_a_cold_prompt() -> None:
     """DETERM-2: bits of what is drawn do not depend on what was held."""
-    drawn = {"temperature": 0.9, "seed": 3, "max_tokens": 12, "logprobs": 2, "ignore_eos": True}
+    drawn: dict[str, Any] = GREEDY | {"temperature": 0.9, "seed": 3, "logprobs": 2}
     with session_engine(deterministic=True) as engine, engine.session(system=SYSTEM, **drawn) as s:
         s.send("hello").result()
         with s.branch() as fork:

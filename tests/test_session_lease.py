@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_a_template_that_leaves_out_thoughts_costs_the_answer_and_no_more() -> N
             "(message['content'].split(mark)[-1] if message['role'] == 'assistant' else "
             "message['content'])",
         )
-        mark_it = {"template_kwargs": {"mark": mark}}
+        mark_it: dict[str, Any] = {"template_kwargs": {"mark": mark}}
         with engine.session(system=SYSTEM, **mark_it, **GREEDY) as s, s.branch() as fresh:
             first, second = s.send("hello").result(), s.send("a").result()
             assert first.text == said == s.messages[2]["content"]

@@ -239,7 +239,9 @@ class Engine(BeamAsking):
         nothing yet. Raises InvalidRequest.
         """
         writer: Writer
-        begin = [] if system is None else [{"role": "system", "content": system}]
+        begin: list[Message] = []
+        if system is not None:
+            begin.append({"role": "system", "content": system})
         begin += read_messages(messages) if messages else []
         if template:
             writer = ChatWriter(
