@@ -194,6 +194,14 @@ def test_special_tokens_are_skipped_and_added_ones_are_text() -> None:
         assert ends == [0, 7, 7]
 
 
+def test_special_tokens_that_are_to_be_shown_are_text() -> None:
+    """Such as the marker behind which a model writes its calls of functions."""
+    text = TokenText(byte_level(), {"<|im_start|>"})
+    pieces, _ = stream(text, [0, 1, 2])
+    assert "".join(pieces) == "<|im_start|>"
+    assert text.is_special(0) and not text.is_special(1)
+
+
 def test_tokens_are_named_by_their_bytes() -> None:
     plain, pieces = TEXTS["byte level"], TEXTS["llama"]
     assert plain.token_text(2) == "<|im_end|>"

@@ -100,3 +100,11 @@ def test_the_judge_computes_its_rubric_once(
     assert found is not None, said
     rubric, computed = int(found[1]), int(found[2])
     assert rubric < computed <= rubric + 12 * 10
+
+
+def test_a_tree_of_thought_shares_what_its_branches_have_said(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = run("tree_of_thought.py", ["--lines", "2", "--proposals", "2"], monkeypatch, capsys)
+    found = re.search(r"(\d+) cached, (\d+) computed", said)
+    assert found is not None and int(found[1]) > int(found[2]), said

@@ -130,3 +130,12 @@ def test_templates_that_insist_on_short_ids_get_them() -> None:
 def test_only_special_tokens_have_special_ids() -> None:
     prompting = prompting_of(None)
     assert prompting.special_ids({"<|im_start|>", "hello"}) == {"<|im_start|>": 1}
+
+
+def test_an_answer_is_told_from_its_calls() -> None:
+    prompting = prompting_of(SHIPPED.read_text())
+    said = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    answer = prompting.read_answer(said, [TOOL])
+    assert answer.text == "So:" and answer.calls[0].name == "add"
+    assert prompting.read_answer(said, []).text == said
+    assert prompting_of(None).read_answer(said, [TOOL]).text == said

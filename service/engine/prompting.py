@@ -14,6 +14,8 @@ from jinja2 import TemplateError
 from radixkv.errors import InvalidRequest
 from radixkv.service.tools_formats import ToolFormat, format_of
 from radixkv.service.tools_history import shorten_ids, shown_call
+from radixkv.service.tools_parsing import parse
+from radixkv.service.tools_pieces import Answer
 
 _NINE = "length 9"
 """By which templates that insist on short ids of calls say so (Mistral's)."""
@@ -85,6 +87,13 @@ class Prompting:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls of functions; None: nobody knows."""
         return format_of(self._template("tool_use"), self._tool_call_parser)
+
+    def read_answer(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Answer:
+        """Tell an answer's text from its calls of ``tools``, which are in OpenAI's shape."""
+        how = self.tool_format
+        if how is None or not tools:
+            return Answer(text)
+        return parse(how.parser([tool["function"]["name"] for tool in tools]), text)
 
     def special_ids(self, names: Collection[str]) -> dict[str, int]:
         """Return the ids of those of ``names`` that are special tokens."""
