@@ -17,6 +17,7 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.lease import Lease
 from radixkv.nodes import Node
 from radixkv.pin import BlockCounts, ExpiredPins, Held, Pin
+from radixkv.prefixes import Prefixes
 from radixkv.tokens import TOKEN_BYTES, encode
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Pins:
         self._held: dict[str, Held] = {}
         self._of_owner: dict[str, dict[str, Held]] = {}
         self.identities: dict[CacheIdentity, dict[str, Held]] = {}
+        self._prefixes: dict[CacheIdentity, Prefixes[Held]] = {}
         self._on_tail: dict[Node, dict[str, Held]] = {}
         self._blocks = BlockCounts()
         self._blocks_of: dict[str, BlockCounts] = {}
@@ -158,6 +160,7 @@ class Pins:
         held.account, held.public = root.account, root.start
         blocks = held.blocks()
         self._blocks_of[held.owner].add(blocks)
+        self._prefixes.setdefault(held.identity, Prefixes()).put(held.prefix, held.id, held)
         held.account.pinned += self._blocks.add(blocks[held.public :])
         if held.public:
             self._cache.accounts.of(None).pinned += self._blocks.add(blocks[: held.public])
@@ -173,6 +176,9 @@ class Pins:
         assert held.account is not None
         blocks = held.blocks()
         self._blocks_of[held.owner].take(blocks)
+        self._prefixes[held.identity].drop(held.prefix, held.id)
+        if not self._prefixes[held.identity]:
+            del self._prefixes[held.identity]
         held.account.pinned -= self._blocks.take(blocks[held.public :])
         if held.public:
             self._cache.accounts.of(None).pinned -= self._blocks.take(blocks[: held.public])
@@ -197,15 +203,16 @@ class Pins:
         return held.shown()
 
     def note_use(self, identity: CacheIdentity, tokens: bytes, cached_tokens: int) -> None:
-        """Note that so much of ``tokens`` was found. O(pins of the identity)."""
+        """Note that so much of ``tokens`` was found. O(log pins) for each that it begins with."""
         if self._granting:
             return
         now = self.clock()
         self.expire(now)
-        for held in self.identities.get(identity, {}).values():
-            found = len(held.prefix) // TOKEN_BYTES - 1 <= cached_tokens  # the last may be left
-            if held.ttl_s is not None and found and tokens.startswith(held.prefix):
-                held.expires_at = now + held.ttl_s
+        mine = self._prefixes.get(identity)
+        if mine is not None:  # one token more than was found: a prompt's last is left to compute
+            for held in mine.beginning(tokens[: TOKEN_BYTES * (cached_tokens + 1)]):
+                if held.ttl_s is not None:
+                    held.expires_at = now + held.ttl_s
 
     def expire(self, now: float | None = None) -> list[Pin]:
         """Let go, and return, what was not used for its time. O(what expires)."""
@@ -356,6 +363,8 @@ class Pins:
         for account in self._cache.accounts:
             if account.pinned != accounts.get(account, 0):
                 wrong.append(f"{account.pinned} blocks of {account.tenant!r} are pinned by count")
+        if sum(map(len, self._prefixes.values())) != len(self._held):
+            wrong.append("the pins are not found by their prefixes")
         for index in (self._of_owner, self.identities):
             if sorted(key for group in index.values() for key in group) != sorted(self._held):
                 wrong.append("the pins are not found by owner and identity as they are by id")
