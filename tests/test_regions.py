@@ -109,6 +109,26 @@ def test_tools_are_told_from_the_system_prompt_around_them() -> None:
     assert find("a trie?") == Region("message", 1, "user")
 
 
+def test_calls_belong_to_the_message_that_makes_them() -> None:
+    def render(messages: Messages) -> str:
+        return "".join(
+            f"<{m['role']}>{m['content']}"
+            + "".join(f"[{call['function']['name']}]" for call in m.get("tool_calls", ()))
+            + "</>\n"
+            for m in messages
+        )
+
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {}}}
+    for said in ("", "So:"):
+        calling = {**turn("assistant", said), "tool_calls": [call, call]}
+        chat = [turn("user", "one?"), calling, turn("tool", "two")]
+        text = render(chat)
+        for place in (text.index("[add]") + 1, text.rindex("[add]") + 1):
+            assert region_at(place, text, chat, render) == Region("message", 1, "assistant")
+        assert region_at(text.index("two"), text, chat, render) == Region("message", 2, "tool")
+        assert region_at(text.index("<tool>"), text, chat, render).kind == "role_header"
+
+
 def test_an_empty_message_and_equal_messages_are_told_apart() -> None:
     chat = [turn("user", ""), turn("assistant", "x"), turn("user", "x")]
     text = chatml(chat)

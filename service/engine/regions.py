@@ -57,7 +57,11 @@ def region_at(
     index, start = first
     content = _content_of(messages[index])
     end = _end_of(content, text, start)
-    if end is None or at < end:
+    if (
+        end is None
+        or at < end
+        or (messages[index].get("tool_calls") and at < _calls_end(index, text, messages, render))
+    ):
         role = str(messages[index].get("role"))
         if role in ("system", "developer"):
             return Region("system", index, role)
@@ -125,6 +129,18 @@ def _start_of(
         return None
     start = common_chars(text, other)
     return None if start == len(text) == len(other) else start
+
+
+def _calls_end(index: int, text: str, messages: Messages, render: Callable[[Messages], str]) -> int:
+    """Return where the calls of a message end: what follows is there without them too."""
+    changed = [*messages]
+    changed[index] = {**messages[index], "tool_calls": []}
+    try:
+        without = render(changed)
+    except InvalidRequest:
+        return 0
+    begun = common_chars(text, without)
+    return len(text) - common_chars(text[begun:][::-1], without[begun:][::-1])
 
 
 def _content_of(message: Mapping[str, Any]) -> str:
