@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -155,6 +156,31 @@ def test_memory_holds_digests_only_and_no_more_than_it_may(monkeypatch: pytest.M
     memory.remember("b", "1", sections())
     memory.remember("c", "1", sections())
     assert memory.recall("a", "id9", sections(salt="plugh-salt")) is None, "the idlest tenant goes"
+
+
+def test_all_that_is_remembered_is_bounded_in_bytes_and_the_loud_forget_first() -> None:
+    """Many long chats of many tenants take no more than they may; a quiet tenant keeps its own."""
+    memory = PromptMemory(max_bytes=200_000)
+    memory.remember("quiet", "mine", sections(FIRST))
+    for i in range(60):
+        chat = [turn("user", f"{i} {j}") for j in range(150)]
+        memory.remember(f"loud {i % 3}", f"id{i}", sections(chat))
+        assert memory.num_bytes <= 200_000
+        assert memory.recall(f"loud {i % 3}", f"id{i}", sections(chat)) is not None
+    assert memory.num_bytes > 150_000
+    assert memory.recall("quiet", "mine", sections(FIRST)) is not None
+    assert memory.recall("loud 0", "id0", sections()) is None
+
+
+def test_what_a_prompt_takes_is_counted_as_it_is() -> None:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        found = [sections([turn("user", f"{i} {j}") for j in range(500)]) for i in range(20)]
+        took = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * took < sum(each.num_bytes for each in found) < 1.5 * took
 
 
 def test_a_very_long_chat_is_digested_in_bounded_memory() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,12 @@ from radixkv.service.hints import Hint, kwarg_hint, tool_keys_hint, tool_order_h
 MAX_PROMPTS = 256
 """Prompts remembered of one tenant."""
 MAX_TENANTS = 256
+MAX_BYTES = 16 << 20
+"""Memory of all remembered prompts together; one of MAX_MESSAGES takes some 200 KB."""
 MAX_MESSAGES = 2048
 """Messages of a prompt whose digests are kept; what comes later counts as one."""
 _MAX_KWARGS = 16
+_FEW_BYTES = 512  # what is neither messages nor arguments takes at most
 _SECRET = secrets.token_bytes(32)
 
 Change = Literal["model_changed", "system_changed", "tools_changed", "messages_changed"]
@@ -47,6 +51,14 @@ class PromptSections:
     kwargs: tuple[tuple[str, bytes], ...]
     chars: tuple[int, ...]
     """Characters of tools, system and each message: by these, tokens are estimated."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes. O(messages)."""
+        size = sys.getsizeof
+        parts = (self.messages, self.kwargs, self.chars)
+        own = sum(map(size, parts)) + sum(map(size, self.messages)) + sum(map(size, self.chars))
+        return own + _FEW_BYTES + sum(size(name) + 2 * _FEW_BYTES for name, _ in self.kwargs)
 
 
 def sections_of(
@@ -128,21 +140,57 @@ def compare(earlier: PromptSections, later: PromptSections) -> Comparison:
     return Comparison(None, (tools + system + sum(later.chars[2 : 2 + same])) / total)
 
 
-class PromptMemory:
-    """The sections of past prompts by the id of their answer. Oldest out; for one thread."""
+class _Past:
+    """The past prompts of one tenant by the id of their answers, oldest first."""
+
+    __slots__ = ("num_bytes", "prompts")
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, OrderedDict[str, PromptSections]] = OrderedDict()
+        self.prompts: OrderedDict[str, PromptSections] = OrderedDict()
+        self.num_bytes = 0
+
+    def put(self, answer_id: str, sections: PromptSections) -> None:
+        old = self.prompts.pop(answer_id, None)
+        self.prompts[answer_id] = sections
+        self.num_bytes += sections.num_bytes - (0 if old is None else old.num_bytes)
+
+    def forget_one(self) -> None:
+        _, old = self.prompts.popitem(last=False)
+        self.num_bytes -= old.num_bytes
+
+
+class PromptMemory:
+    """The sections of past prompts by the id of their answer; for one thread.
+
+    A tenant's oldest go when it has too many, the idlest tenant when there are too many, and the
+    oldest of whoever takes most when they all take more than ``max_bytes``: so that whoever sends
+    long chats makes nobody else forget.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._tenants: OrderedDict[str, _Past] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all prompts take. O(tenants)."""
+        return sum(past.num_bytes for past in self._tenants.values())
 
     def remember(self, tenant: str, answer_id: str, sections: PromptSections) -> None:
         """Keep what the answer ``answer_id`` answered."""
-        mine = self._tenants.setdefault(tenant, OrderedDict())
+        mine = self._tenants.setdefault(tenant, _Past())
         self._tenants.move_to_end(tenant)
-        mine[answer_id] = sections
-        if len(mine) > MAX_PROMPTS:
-            mine.popitem(last=False)
+        mine.put(answer_id, sections)
+        if len(mine.prompts) > MAX_PROMPTS:
+            mine.forget_one()
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
+        excess = self.num_bytes - self._max_bytes
+        while excess > 0:
+            most = max(self._tenants.values(), key=lambda past: past.num_bytes)
+            excess -= most.num_bytes
+            most.forget_one()
+            excess += most.num_bytes
 
     def recall(
         self, tenant: str, answer_id: str, sections: PromptSections
@@ -151,7 +199,8 @@ class PromptMemory:
 
         None if it is not known, or no more, or of another salt: then nothing could be shared.
         """
-        found = self._tenants.get(tenant, OrderedDict()).get(answer_id)
+        past = self._tenants.get(tenant)
+        found = None if past is None else past.prompts.get(answer_id)
         return found if found is not None and found.salt == sections.salt else None
 
     def nearest(self, tenant: str, sections: PromptSections) -> Comparison | None:
@@ -161,12 +210,13 @@ class PromptMemory:
         """
         best: PromptSections | None = None
         most = (0, False)
-        for past in reversed(self._tenants.get(tenant, OrderedDict()).values()):
+        mine = self._tenants.get(tenant)
+        for past in reversed(mine.prompts.values()) if mine is not None else ():
             if past.salt != sections.salt or past.model != sections.model:
                 continue
             same = 0
-            for mine, other in zip(past.messages, sections.messages, strict=False):
-                if mine != other:
+            for then, now in zip(past.messages, sections.messages, strict=False):
+                if then != now:
                     break
                 same += 1
             near = (same, past.system == sections.system)
