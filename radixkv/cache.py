@@ -212,11 +212,12 @@ class PrefixCache:
     def withdraw_public(self, prefix: PublicPrefix) -> None:
         """Take ``prefix`` back: nobody who comes from now on finds it, or what went on from it.
 
-        Who uses it keeps it, and shares no more. What was private behind it is freed, at the latest
-        when it is let go; the prefix itself stays the public identity's own. Idempotent.
+        Who uses it keeps it, and shares no more. What was private behind it is evicted, at the
+        latest when it is let go; the prefix itself stays the public identity's own. Idempotent.
         """
         self._public.withdraw(prefix)
         for mount in [*prefix.mounts.values()]:
+            self.ghosts.note_lost(mount.identity, prefix.tokens[: mount.start * self.tree.stride])
             prune(self.tree, mount)
         self.tree.version += 1
 

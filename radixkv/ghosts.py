@@ -89,6 +89,15 @@ class Ghosts:
             self._close()
             runs.trim(self._limit)
 
+    def note_lost(self, identity: CacheIdentity, tokens: bytes) -> None:
+        """Note that ``identity`` finds no more what it found without having it: a public prefix."""
+        self._close()
+        path, runs = begin_path(identity), self._of(identity.namespace.tenant)
+        runs.noted.append((((path, path.intdigest()), tokens, 0), self._tree.clock))
+        runs.num_bytes += len(tokens) + RECORD_BYTES
+        if runs.num_bytes > self._limit:
+            runs.trim(self._limit)
+
     def _close(self) -> None:
         """Note what was noted last as gone for good: if it is cut on, it is noted anew."""
         if self._last is not None:

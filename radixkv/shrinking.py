@@ -144,7 +144,12 @@ def disown(tree: RadixTree, node: Node, depth: int) -> Node | None:
 
 
 def prune(tree: RadixTree, root: Root) -> int:
-    """Free all below ``root`` that nobody holds; return how many blocks. O(nodes below it)."""
+    """Free what nobody holds of all below ``root``, a mount withdrawn; return how many blocks.
+
+    They count as evicted, by whoever had declared public what comes before. O(nodes below it).
+    """
+    assert root.border is not None
+    causer = tree.accounts.of(root.border.identity.namespace.tenant)
     nodes: list[Node] = [root]
     for node in nodes:
         nodes += (node.children or {}).values()
@@ -154,9 +159,14 @@ def prune(tree: RadixTree, root: Root) -> int:
         gone = node.blocks[held:]
         if not gone or node.children:
             continue
+        if tree.on_evict is not None:
+            tree.on_evict(node)
         tree.num_blocks -= len(gone)
         tree.evictable -= len(gone)
+        tree.num_evicted += len(gone)
         if tree.many:
+            account.suffered += len(gone)
+            causer.caused += len(gone)
             tree.accounts.count_blocks(account, -len(gone), -len(gone))
         tree.pool.drop(gone)
         if held:

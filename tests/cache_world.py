@@ -80,10 +80,13 @@ class World(Truth):
     def expect_swept(self, who: int | None, border: Border | None) -> None:
         """What nobody finds any more and nobody has is gone, and nothing else is."""
         gone, held = self.look(), self.held()
+        self.evicted += len(gone)
         assert self.cache.stats().evicted_blocks == self.evicted
         for path, block in gone.items():
             assert border is not None and border.withdrawn and block not in held
             assert isinstance(path[0], tuple) and path[0][1] is border
+            self.shares.count("evicted_suffered", self.shares.owner(path), 1)
+            self.shares.count("evicted_caused", self.shares.tenant_of[border.public], 1)
         if border is not None and border.withdrawn:
             for path, block in self.resident.items():
                 place = path[0]

@@ -182,10 +182,31 @@ def test_a_withdrawn_prefix_is_found_by_nobody_and_leaves_nothing_behind() -> No
     used.publish(encode(longer), tail=True)
     assert cache.account("b").blocks == 5 and cache.check() == []
     used.release()
-    assert cache.account("b").blocks == 0 and cache.stats().evicted_blocks == 0
+    assert cache.account("b").blocks == 0 and cache.check() == []
     assert found(cache, None, SYSTEM) == 10, "the public identity's own"
     again = cache.declare_public(MODEL, encode(SYSTEM))
     assert again is not prefix and found(cache, "a", ids) == 10 and cache.check() == []
+
+
+def test_what_a_withdrawal_takes_is_counted_and_explained_as_evicted() -> None:
+    """DIAG-3: it was there, and it went; whoever declared the prefix has caused it."""
+    cache = PrefixCache(64, SIZE)
+    prefix = cache.declare_public(MODEL, encode(SYSTEM))
+    ids = [*SYSTEM, *range(20)]
+    go(cache, "a", ids).release()
+    used = go(cache, "b", ids)
+    had = cache.account("a").blocks
+    assert had > 0 and cache.stats().evicted_blocks == 0
+    cache.withdraw_public(prefix)
+    assert cache.stats().evicted_blocks == cache.account("a").evicted_suffered == had
+    assert cache.account(None).evicted_caused == had
+    assert cache.account("a").evicted_caused == cache.account("b").evicted_suffered == 0
+    used.release()
+    assert cache.account("b").evicted_suffered > 0 and cache.check() == []
+    for tenant in ("a", "b"):
+        assert dict(cache.explain(of(tenant), encode(ids)).reasons)["evicted"] >= 28
+    nobody = cache.explain(of("c"), encode(ids))
+    assert dict(nobody.reasons) == {"first_seen": 30}
 
 
 def test_a_sequence_cut_back_before_its_border_shares_nothing_that_is_not_public() -> None:
