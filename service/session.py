@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from radixkv.errors import ContextTooLong, InvalidRequest
+from radixkv.service.engine.grammar import take_grammar
 from radixkv.service.engine.origin import Origin, take_origin
-from radixkv.service.engine.params import sampling_params
+from radixkv.service.engine.params import SamplingParams, sampling_params
 from radixkv.service.session_hold import Hold, Holds, SessionLease
 from radixkv.service.session_reply import Reply, Turn
 from radixkv.service.session_text import Message, Transcript, Writer
@@ -23,8 +24,6 @@ from radixkv.tokens import encode
 
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
-
-_ONE = "a session has one answer a turn, and no beams: fork it to have several"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -103,9 +102,9 @@ class Session:
 
         ``content`` is a user's message as text, a message (a mapping), or several, such as the
         results of tools; in a session without a template, text or token ids. ``sampling`` are
-        fields of SamplingParams, for this time only. Raises InvalidRequest if the session is closed
-        or a reply is open, ContextTooLong saying by how many tokens, and what ``Engine.submit``
-        raises; and then the session is where it was.
+        fields of SamplingParams (and ``json_schema=``, ``regex=``...), for this time only. Raises
+        InvalidRequest if the session is closed or a reply is open, ContextTooLong saying by how
+        many tokens, and what ``Engine.submit`` raises; and then the session is where it was.
         """
         setting, holds = self._setting, self._setting.holds
         with holds.lock:
@@ -118,9 +117,11 @@ class Session:
             self._sending = True
         try:
             at = self._at
-            params = sampling_params({**setting.sampling, "seed": self._seed, **sampling})
-            if params.num_sequences != 1:
-                raise InvalidRequest(_ONE, param="n")
+            given = dict(sampling)
+            grammar = take_grammar(given)
+            if grammar is not None:
+                given["grammar"] = grammar
+            params = _params({**setting.sampling, "seed": self._seed, **given})
             prompt = setting.writer.ask(at.transcript, content)
             ids = prompt.ids
             hold = holds.new(setting.origin.tenant, setting.ttl_s, setting.budget_blocks)
@@ -140,7 +141,13 @@ class Session:
                     "rewind it, or begin another with a summary.",
                 )
                 raise
-            reply = Reply(stream, partial(self._settle, prompt, hold), content, at.number + 1)
+            reply = Reply(
+                stream,
+                partial(self._settle, prompt, hold),
+                setting.writer.read,
+                sent=content,
+                number=at.number + 1,
+            )
             self._reply = reply
         finally:
             self._sending = False
@@ -336,8 +343,19 @@ def open_session(
         raise InvalidRequest(f"budget_blocks is {budget_blocks!r}; wanted 0 or more, or None")
     fields = dict(sampling)
     origin = take_origin(fields)
-    if sampling_params(fields).num_sequences != 1:
-        raise InvalidRequest(_ONE, param="n")
+    grammar = take_grammar(fields)
+    if grammar is not None:
+        fields["grammar"] = grammar
+    _params(fields)
     seed = fields.pop("seed", None)
     setting = Setting(engine, holds, writer, origin, fields, ttl_s, budget_blocks)
     return Session(setting, Snapshot(Transcript(tuple(messages))), seed=seed)
+
+
+def _params(fields: Mapping[str, Any]) -> SamplingParams:
+    params = sampling_params(fields)
+    if params.num_sequences != 1 or params.selects:
+        raise InvalidRequest(
+            "a session has one answer a turn, and no beams: fork it to have several", param="n"
+        )
+    return params

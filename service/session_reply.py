@@ -14,6 +14,7 @@ from typing import Any
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.params import Delta, FinishReason, TokenLogprob, Usage
 from radixkv.service.engine.stream import Stream
+from radixkv.service.tools_pieces import Answer, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class Turn:
     sent: Any
     """What was given to ``send``."""
     text: str
+    """All that was said, calls of tools included as the model wrote them."""
+    content: str
+    """The text without the calls."""
+    calls: tuple[ToolCall, ...]
+    """The calls of the session's tools, in order."""
     token_ids: tuple[int, ...]
     """As generated, without what ended the answer."""
     finish_reason: FinishReason
@@ -55,10 +61,18 @@ class Reply:
     """
 
     def __init__(
-        self, stream: Stream, settle: Callable[[Turn | None], None], sent: Any, number: int
+        self,
+        stream: Stream,
+        settle: Callable[[Turn | None], None],
+        read: Callable[[str], Answer],
+        *,
+        sent: Any,
+        number: int,
     ) -> None:
-        """``settle`` is told the turn, or None if there is none; before the reader knows."""
+        """``settle`` is told the turn, or None if there is none, before the reader knows; ``read``
+        tells an answer's text from its calls."""
         self._stream = stream
+        self._read = read
         self._settle = settle
         self._sent = sent
         self._number = number
@@ -172,10 +186,13 @@ class Reply:
             and last is not None
             and (said or last.finish_reason in ("stop", "length"))
         ):
+            answer = self._read(self.text)
             self._turn = Turn(
                 number=self._number,
                 sent=self._sent,
                 text=self.text,
+                content=answer.text,
+                calls=answer.calls,
                 token_ids=self.token_ids,
                 finish_reason=last.finish_reason or "abort",
                 stop_reason=last.stop_reason,

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.public_prompts import chat_prefix
+from radixkv.service.tools_pieces import Answer
 
 Message = Mapping[str, Any]
 _MOST_TRIMMED = 8  # tokens at the end of an answer that may be nothing but space
@@ -91,6 +92,10 @@ class Writer(Protocol):
         lets it."""
         ...
 
+    def read(self, text: str) -> Answer:
+        """Tell an answer's text from its calls of tools."""
+        ...
+
 
 class ChatWriter:
     """Writes chats with the model's template."""
@@ -105,12 +110,14 @@ class ChatWriter:
         tools: Sequence[Message] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> None:
-        """Copies its arguments. Raises InvalidRequest if there is no template."""
+        """Raises InvalidRequest if there is no template, or it shows no tools. Copies these."""
         if not prompting.has_template:
             raise InvalidRequest(
                 "this model's tokenizer has no chat template; ask for session(template=False)",
                 param="messages",
             )
+        if tools:
+            prompting.expect_tools()
         self._prompting = prompting
         self._joiner = Joiner(prompting, tokenizer)
         self._rendering: dict[str, Any] = {
@@ -146,6 +153,10 @@ class ChatWriter:
             return tuple(chat_prefix(render, transcript.messages, kwargs))
         except InvalidRequest:  # such chats have nothing in common
             return ()
+
+    def read(self, text: str) -> Answer:
+        """Read it as the template has the model write calls; nothing is one if nobody knows how."""
+        return self._prompting.read_answer(text, self._rendering["tools"] or ())
 
     def _keep(self, pieces: Sequence[Piece], text: str) -> tuple[list[Piece], int]:
         """Return the pieces, or beginnings of them, that ``text`` begins with; and up to where."""
@@ -201,6 +212,10 @@ class PlainWriter:
     def ids(self, transcript: Transcript) -> tuple[int, ...]:
         """Return all ids."""
         return transcript.ids
+
+    def read(self, text: str) -> Answer:
+        """All is text."""
+        return Answer(text)
 
 
 class Joiner:

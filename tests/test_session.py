@@ -269,6 +269,43 @@ def test_tools_and_earlier_messages_are_part_of_the_prompt(engine: Engine) -> No
         assert "tool\n1<|im_end|>\n<|im_start|>tool\n2" in engine.tokenizer.decode(s.tokens)
 
 
+def test_calls_of_tools_are_read_and_their_results_cost_only_themselves() -> None:
+    tools = [
+        {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},
+    ]
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+    template = Path(__file__).parent.parent / "examples" / "templates" / "chatml_tools.jinja"
+    ask = GREEDY | {"max_tokens": 100, "ignore_eos": False}
+    with (
+        session_engine(chat_template=str(template)) as engine,
+        engine.session(system=SYSTEM, tools=tools, **ask) as s,
+    ):
+        turn = s.send("what is at sea", choice=[call]).result()
+        assert turn.text == call and turn.content == ""
+        assert [(c.name, c.arguments) for c in turn.calls] == [("look", '{"at": "sea"}')]
+        held = s.lease.tokens
+        assert held >= len(s.tokens) - 1
+        answer = s.send({"role": "tool", "content": "a ship"}, regex="a [a-z]{1,4}").result()
+        assert answer.cached_tokens >= held and answer.calls == ()
+        assert answer.content == answer.text and answer.text.startswith("a ")
+        said = engine.detokenize(s.tokens)
+        assert f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\na ship" in said
+
+
+def test_what_an_answer_must_look_like_holds_for_a_send_or_for_the_session(
+    engine: Engine,
+) -> None:
+    with engine.session(regex="[ab]{3}", temperature=0, max_tokens=20) as s:
+        assert set(s.send("hello").result().text) <= set("ab")
+        assert s.send("hello", choice=["xyz"]).result().text == "xyz"
+        assert set(s.send("hello").result().text) <= set("ab")
+
+
+def test_tools_that_the_template_does_not_show_are_refused_at_once(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="no place for tools"):
+        engine.session(tools=[{"type": "function", "function": {"name": "look"}}])
+
+
 # ---- whose it is --------------------------------------------------------------------------------
 
 
@@ -375,6 +412,7 @@ def test_a_chat_that_is_too_long_says_by_how_much_and_stays(engine: Engine) -> N
     ("fields", "message"),
     [
         ({"n": 2}, "one answer"),
+        ({"n": 1, "best_of": 2}, "one answer"),
         ({"tenant": "b"}, "no sampling parameter"),
         ({"temperatur": 1}, "no sampling parameter"),
         ({"top_p": 0}, "top_p"),
