@@ -27,7 +27,7 @@ def exported() -> Iterator[set[str]]:
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import generate_latest
 
-        from radixkv.service.metrics import PREFIX
+        from radixkv.service.engine_metrics import PREFIX
         from radixkv.service.tenant_metrics import TenantCounters
 
         registry = CollectorRegistry()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.adapter_cases import own_answer, save_adapter
 from tests.http_server import RunningServer, running_server
@@ -156,3 +158,35 @@ def test_web_pages_and_bad_bodies_load_nothing(server: RunningServer) -> None:
         status, _, reply = server.ask("POST", path, good | change)
         assert status == 400, reply
     assert server.ask("GET", "/v1/models/tiny:z")[0] == 404
+
+
+def test_routers_are_told_which_adapters_are_asked_for(server: RunningServer) -> None:
+    """In vLLM's form, as gateways read it; and that of the base model is none."""
+
+    def asked() -> dict[str, str]:
+        text = server.ask("GET", "/metrics")[2]
+        (info,) = [
+            sample.labels
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "vllm:lora_requests_info"
+        ]
+        return info
+
+    server.wait_until(server.at_rest)
+    quiet = asked()
+    assert quiet["running_lora_adapters"] == quiet["waiting_lora_adapters"] == ""
+    assert quiet["max_lora"] == str(len(server.engine.adapters.all()))
+    body = {"prompt": "hello you", "max_tokens": 300, "ignore_eos": True, "model": "tiny:sql"}
+    base = body | {"model": "tiny"}
+    seen: set[tuple[str, str]] = set()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            running = [pool.submit(server.ask, "POST", "/v1/completions", b) for b in (body, base)]
+            while not all(one.done() for one in running):
+                now = asked()
+                seen.add((now["running_lora_adapters"], now["waiting_lora_adapters"]))
+            if ("sql", "") in seen:
+                break
+    assert ("sql", "") in seen and seen <= {("sql", ""), ("", "sql"), ("", "")}
+    assert all(one.result()[0] == 200 for one in running)

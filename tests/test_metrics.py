@@ -100,6 +100,30 @@ def test_vllms_names_show_the_same_values_where_they_are_wanted(server: RunningS
         assert not any(name.startswith("vllm:") for name, _ in scrape(plain))
 
 
+def test_steps_are_counted_by_the_tokens_that_went_through_the_model(
+    server: RunningServer,
+) -> None:
+    server.ask("POST", "/v1/cache/reset")
+    before = scrape(server)
+    complete(server, [40 + i for i in range(50)], max_tokens=3, ignore_eos=True)
+    server.wait_until(server.at_rest)
+    after = scrape(server)
+
+    def grown(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    # A step over the prompt, and one more for each of two tokens that it goes on from.
+    assert grown("iteration_tokens_total_sum") == 50 + 2
+    assert grown("iteration_tokens_total_count") == grown("engine_steps_total") == 3
+    assert grown("iteration_tokens_total_bucket", le="1.0") == 2
+    assert grown("iteration_tokens_total_bucket", le="32.0") == 2
+    assert grown("iteration_tokens_total_bucket", le="64.0") == 3
+    assert value(after, "iteration_tokens_total_bucket", le="+Inf") == value(
+        after, "iteration_tokens_total_count"
+    )
+    assert "vllm:iteration_tokens_total_bucket" in {name for name, _ in after}
+
+
 def test_counters_keep_their_values_while_nothing_happens(server: RunningServer) -> None:
     """METRICS-1: hits and queries are two counters in tokens, not a rate that falls to 0."""
     before = scrape(server)

@@ -208,7 +208,7 @@ class EngineCore:
         logits = self.runner.forward(batch)
         counters, changed = self.counters, self.scheduler.fairness.changed
         block_size = self.cache.block_size
-        counters.steps += 1
+        counters.note_step(batch.num_tokens)
         row = prompt_tokens = 0
         rows: list[int] = []
         drawing: list[Sequence] = []
@@ -433,6 +433,10 @@ class EngineCore:
             swap_used_bytes=0 if host is None else host.used_bytes,
             swap_capacity_bytes=0 if host is None else host.capacity_bytes,
         )
+
+    def in_flight(self) -> list[Request]:
+        """Return the requests that were submitted and are not over. From any thread."""
+        return [*self._requests.values()]
 
     def clear_counters(self) -> None:
         """Begin again from 0, as if nothing had been asked yet. For an engine at rest."""

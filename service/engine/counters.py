@@ -6,15 +6,20 @@ Written by the engine thread; anyone may read the snapshot, which never waits fo
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from typing import Final
 
 from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.observing import Observer
 from radixkv.service.engine.request import Sequence
 from radixkv.stats import CacheStats
+
+STEP_SIZES: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds by which steps are counted, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,10 @@ class EngineStats:
     swap_capacity_bytes: int
     """What they may take at most; 0: nothing is swapped."""
     steps_total: int
+    step_tokens_total: int
+    """Tokens that went through the model, computed again or not."""
+    step_sizes: tuple[int, ...]
+    """Steps by their tokens: of no more than STEP_SIZES[i], and last of more than all of them."""
     violations_total: int
     """Broken invariants seen by a check; anything but 0 is a bug in radixkv (LEAK-2)."""
     cache: CacheStats
@@ -140,7 +149,8 @@ class Counters:
         self.swapped_out_bytes = 0
         self.swapped_in_tokens = 0
         self.swapped_in_bytes = 0
-        self.steps = 0
+        self.steps = self.step_tokens = 0
+        self.step_sizes = [0] * (len(STEP_SIZES) + 1)
         self.violations = 0
         self.observer.clear()
 
@@ -190,6 +200,12 @@ class Counters:
             self.observer.computed(request, new, again)
         if stop > high:
             seq.high = stop
+
+    def note_step(self, num_tokens: int) -> None:
+        """A step has put so many tokens through the model."""
+        self.steps += 1
+        self.step_tokens += num_tokens
+        self.step_sizes[bisect_left(STEP_SIZES, num_tokens)] += 1
 
     def note_preempted(self, seq: Sequence, *, swapped: bool) -> None:
         """``seq`` had to yield its blocks; what they held was saved, or was not."""
@@ -241,6 +257,8 @@ class Counters:
             swap_used_bytes=swap_used_bytes,
             swap_capacity_bytes=swap_capacity_bytes,
             steps_total=self.steps,
+            step_tokens_total=self.step_tokens,
+            step_sizes=tuple(self.step_sizes),
             violations_total=self.violations,
             cache=cache,
             by_tenant=by_tenant,

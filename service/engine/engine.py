@@ -267,6 +267,12 @@ class Engine(BeamAsking):
         """Read the counters as of the last step; never waits."""
         return self._core.stats
 
+    def adapters_asked(self) -> tuple[set[str], set[str]]:
+        """Names of the adapters that requests run with now, and wait for; never waits."""
+        asked = [r for r in self._core.in_flight() if r.origin.adapter is not None]
+        running = {r.origin.adapter or "" for r in asked if r.stream.admitted_s is not None}
+        return running, {r.origin.adapter or "" for r in asked if r.stream.admitted_s is None}
+
     def check(self) -> list[str]:
         """Prove the accounting, between two steps: broken invariants in words, [] when sound."""
 
