@@ -42,7 +42,7 @@ def saying(
         stream._finish()
         return stream
 
-    engine.submit = answer  # type: ignore[method-assign]
+    engine.submit = answer  # type: ignore[method-assign, assignment]
     try:
         yield asked
     finally:

@@ -111,7 +111,9 @@ def test_openais_client_reads_a_streamed_call(server: RunningServer) -> None:
         max_tokens=120,
     ) as stream:
         final = stream.get_final_completion()
-    (call,) = final.choices[0].message.tool_calls or ()
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None and len(calls) == 1
+    call = calls[0]
     assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a"}
     assert final.choices[0].finish_reason == "tool_calls"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,10 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.engine.prompting import Prompting
 from tests.tiny_models import build_tokenizer
 
-CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hello"},
+]
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -69,7 +73,7 @@ def test_ids_outside_the_vocabulary_are_refused(ids: list[int]) -> None:
 SHIPPED = Path(__file__).parents[1] / "examples" / "templates" / "chatml_tools.jinja"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-CALLING = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CALLING: list[dict[str, Any]] = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 RESULT = {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
 
 
@@ -102,7 +106,8 @@ def test_the_shipped_template_goes_on_from_what_it_wrote_turn_by_turn() -> None:
 
 def test_tools_and_calls_that_a_template_would_leave_out_are_refused() -> None:
     prompting = prompting_of(build_tokenizer().chat_template)
-    for messages, tools, param in ((CHAT, [TOOL], "tools"), (CALLING, None, "messages")):
+    cases: Any = ((CHAT, [TOOL], "tools"), (CALLING, None, "messages"))
+    for messages, tools, param in cases:
         with pytest.raises(InvalidRequest, match="--chat-template") as caught:
             prompting.render_text(messages, tools=tools)
         assert caught.value.param == param

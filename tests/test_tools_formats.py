@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_arguments_are_shown_as_the_object_they_are_or_as_the_text() -> None:
 
 def test_ids_are_shortened_always_in_the_same_way() -> None:
     call = shown_call("call_0123456789", "f", "{}")
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "x", "tool_call_id": "call_0123456789"},
         {"role": "tool", "content": "x", "tool_call_id": "abcDEF123"},

@@ -37,7 +37,7 @@ def accepts(spec: GrammarSpec, text: str) -> bool:
 def grammar(name: FormatName, **options: Any) -> GrammarSpec:
     how = format_of(None, name)
     assert how is not None
-    given = {"special": {}, "forced": True, "several": True} | options
+    given: dict[str, Any] = {"special": {}, "forced": True, "several": True} | options
     return calls_grammar(how, FUNCTIONS, **given)
 
 

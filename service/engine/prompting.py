@@ -112,7 +112,8 @@ class Prompting:
         key = (what, json.dumps(getattr(self._tokenizer, "chat_template", None)))
         if key not in self._probed:
             function: dict[str, Any] = {"name": _PROBE, "description": "", "parameters": {}}
-            tools, messages = None, [_ASKED]
+            tools: list[dict[str, Any]] | None = None
+            messages: list[dict[str, Any]] = [_ASKED]
             if what == "tools":
                 tools = [{"type": "function", "function": function}]
             else:
