@@ -51,6 +51,11 @@ class ToolFormat(Protocol):
         """What comes after the last call."""
         ...
 
+    @property
+    def single(self) -> bool:
+        """Whether a template shows one call an answer at most, so that two could not come back."""
+        ...
+
     def around(self, name: str) -> tuple[str, str]:
         """Return what a call of ``name`` has before its arguments, and after them."""
         ...
@@ -70,6 +75,7 @@ class Hermes:
     opening: str = ""
     between: str = "\n"
     closing: str = ""
+    single: bool = False
 
     def around(self, name: str) -> tuple[str, str]:
         """As Qwen's templates write it."""
@@ -84,6 +90,7 @@ class Hermes:
 class Llama3:
     """``{"name": ..., "parameters": ...}`` and nothing else: Llama 3.1 to 3.3."""
 
+    single: bool = False
     name: FormatName = "llama3_json"
     special: frozenset[str] = frozenset({_TAG})
     marker: str | None = None
@@ -110,6 +117,7 @@ class Mistral:
     name: FormatName = "mistral"
     special: frozenset[str] = frozenset({_CALLS, "[ARGS]", "[CALL_ID]"})
     marker: str | None = _CALLS
+    single: bool = False
 
     @property
     def opening(self) -> str:
@@ -147,7 +155,7 @@ def format_of(template: str | None, asked: str = "auto") -> ToolFormat | None:
     if name == "hermes":
         return Hermes()
     if name == "llama3_json":
-        return Llama3()
+        return Llama3(single="single tool-calls" in text)
     if name == "mistral":
         spaced = f"{_CALLS} [" in text and f"{_CALLS}[" not in text
         return Mistral(named="[ARGS]" in text, spaced=spaced)

@@ -325,6 +325,17 @@ def test_what_is_wrong_is_refused_by_its_name(
     assert refused(server, **fields)["param"] == param
 
 
+def test_a_public_prompt_may_have_tools(server: RunningServer) -> None:
+    """What all tenants' agents begin with: it is found under any salt."""
+    system = {"role": "system", "content": "the system of this test alone"}
+    asked = {"messages": [system], "tools": [ADD]}
+    status, _, public = server.ask("POST", "/v1/cache/public", asked)
+    assert status == 200, public
+    reply = ask(server, messages=[system, *HI], tools=[ADD], max_tokens=1, cache_salt="another")
+    assert cached(reply) >= public["tokens"] > 300
+    server.ask("DELETE", f"/v1/cache/public/{public['id']}")
+
+
 def test_a_template_without_a_place_for_tools_says_what_to_do(plain: RunningServer) -> None:
     error = refused(plain)
     assert error["param"] == "tools"

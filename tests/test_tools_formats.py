@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from radixkv.config import TOOL_CALL_PARSERS
+from radixkv.service.engine.prompting import Prompting
 from radixkv.service.tools_formats import FORMATS, Mistral, format_of
 from radixkv.service.tools_history import shorten_ids, shown_call
+from tests.tiny_models import build_tokenizer
 
 QWEN = "{%- for t in tools %}...{%- endfor %}<tool_call>\\n{{ tool_call.arguments | tojson }}"
 LLAMA = "{{- '{\"name\": \"' + f.name + '\", ' }}{{- '\"parameters\": ' }} Environment: ipython"
@@ -49,6 +51,44 @@ def test_mistrals_forms_are_told_apart() -> None:
     assert format_of('{{ "[TOOL_CALLS] [" }}') == Mistral(spaced=True)
     assert format_of('{{ "[TOOL_CALLS][" }}') == Mistral()
     assert format_of('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}') == Mistral(named=True)
+
+
+# How the families' own templates write a call of the history.
+OF_QWEN = (
+    "{% for m in messages %}{% for tool_call in m.tool_calls or [] %}"
+    '{%- set tool_call = tool_call.function %}{{- \'<tool_call>\n{"name": "\' }}'
+    '{{- tool_call.name }}{{- \'", "arguments": \' }}{{- tool_call.arguments | tojson }}'
+    "{{- '}\n</tool_call>' }}{% endfor %}{% endfor %}"
+)
+OF_LLAMA = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{%- set tool_call = m.tool_calls[0].function %}"
+    "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}"
+    "{{- tool_call.arguments | tojson }}{{- '}' }}{# ipython #}{% endif %}{% endfor %}"
+)
+OF_MISTRAL = (
+    "{% for m in messages %}{% if m.tool_calls %}{{- '[TOOL_CALLS]' }}"
+    "{% for tool_call in m.tool_calls %}{{- tool_call.function.name }}{{- '[ARGS]' }}"
+    "{{- tool_call.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [OF_QWEN, OF_LLAMA, OF_MISTRAL, SHIPPED.read_text()])
+def test_a_call_is_forced_as_the_template_writes_it_when_it_comes_back(template: str) -> None:
+    """To the letter, so that the next turn finds all of the answer in the cache."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    how = Prompting(tokenizer, len(tokenizer)).tool_format
+    assert how is not None
+    before, after = how.around("add")
+    arguments = '{"a": [1, 2.5, null], "b": {"é": "x\\"y"}}'
+    call = shown_call("123456789", "add", arguments)
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    opening, closing = ("", "") if how.name == "mistral" else (how.opening, how.closing)
+    shown = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert f"{opening}{before}{arguments}{after}{closing}" in shown
+    assert how.single is (template is OF_LLAMA)
 
 
 def test_arguments_are_shown_as_the_object_they_are_or_as_the_text() -> None:

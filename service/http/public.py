@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from functools import partial
 from typing import Literal
 
 from aiohttp import web
@@ -106,7 +107,8 @@ def _tokens_of(serving: Serving, body: PublicRequest) -> list[int]:
     if body.prompt is not None:
         return engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     shown = [message.for_template() for message in body.messages or ()]
-    return chat_prefix(engine.render, shown, body.chat_template_kwargs)
+    render = partial(engine.render, tools=body.shown_tools)
+    return chat_prefix(render, shown, body.chat_template_kwargs)
 
 
 def _reply(prompt: PublicPrompt) -> PublicReply:

@@ -85,7 +85,8 @@ def plan_tools(
             'tool_choice: "none"',
             param="tools",
         )
-    plan = ToolPlan(how, tuple(f.name for f in calling.functions), calling.several)
+    several = calling.several and not how.single
+    plan = ToolPlan(how, tuple(f.name for f in calling.functions), several)
     forced = calling.mode == "required"
     strict = any(function.strict for function in calling.functions)
     answer = None if forced else params.grammar
@@ -96,7 +97,7 @@ def plan_tools(
         calling.functions,
         special=prompting.special_ids(how.special),
         forced=forced,
-        several=calling.several,
+        several=several,
         only=calling.only,
         answer=answer,
     )
