@@ -46,8 +46,6 @@ class Setting:
     writer: Writer
     origin: Origin
     sampling: Mapping[str, Any]
-    ttl_s: float | None
-    budget_blocks: int | None
 
 
 class Session:
@@ -83,9 +81,8 @@ class Session:
     end of a step, ``cached_tokens`` and ``lease``. One reply at a time: fork to ask more at once.
     """
 
-    def __init__(
-        self, setting: Setting, at: Snapshot, hold: Hold | None = None, seed: int | None = None
-    ) -> None:
+    def __init__(self, setting: Setting, at: Snapshot, hold: Hold, seed: int | None = None) -> None:
+        """Takes over one use of ``hold``."""
         self._setting = setting
         self._at = at
         self._hold = hold
@@ -124,14 +121,17 @@ class Session:
             params = _params({**setting.sampling, "seed": self._seed, **given})
             prompt = setting.writer.ask(at.transcript, content)
             ids = prompt.ids
-            hold = holds.new(setting.origin.tenant, setting.ttl_s, setting.budget_blocks)
+            before = self._hold
+            if at.number == 0 and not before.tokens:  # no answer told what this place has
+                before.tokens = encode(setting.writer.ids(at.transcript))
+            hold = before.another()
             try:
                 stream = setting.engine.submit(
                     ids,
                     params,
                     origin=setting.origin,
                     param=setting.writer.param,
-                    on_choice=holds.at_end(hold),
+                    on_choice=holds.at_end(hold, before),
                 )
             except ContextTooLong as error:
                 answer, had = error.max_tokens or 1, len(at.transcript.ids)
@@ -196,9 +196,8 @@ class Session:
                 at = at.before
             if at is not self._at:
                 self._at = at
-                if self._hold is not None:
-                    tokens = encode(self._setting.writer.ids(at.transcript))
-                    self._hold = holds.moved(self._hold, tokens)
+                tokens = encode(self._setting.writer.ids(at.transcript))
+                self._hold = holds.moved(self._hold, tokens)
         return self
 
     def close(self) -> None:
@@ -207,11 +206,9 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-            reply, hold, self._hold = self._reply, self._hold, None
-        if reply is not None:
-            reply.close()
-        if hold is not None:
-            self._setting.holds.give(hold)
+        if self._reply is not None:
+            self._reply.close()
+        self._setting.holds.give(self._hold)
 
     # ---- where it stands ------------------------------------------------------------------------
 
@@ -250,10 +247,7 @@ class Session:
     @property
     def lease(self) -> SessionLease:
         """What is held now, and if less than all, why. Waits for the end of a step."""
-        hold = self._hold
-        if hold is None:
-            return SessionLease(0, 0, 0, None, self._setting.ttl_s, None)
-        return self._setting.holds.look(hold)
+        return self._setting.holds.look(self._hold)
 
     @property
     def closed(self) -> bool:
@@ -298,7 +292,7 @@ class Session:
 
     def _fork(self) -> Session:
         """Holds the lock."""
-        hold = None if self._hold is None else self._setting.holds.share(self._hold)
+        hold = self._setting.holds.share(self._hold)
         seed, self._num_forks = self._seed, self._num_forks + 1
         if seed is not None:
             drawn = hashlib.blake2b(f"{seed}/{self._num_forks}".encode(), digest_size=8).digest()
@@ -314,12 +308,11 @@ class Session:
             after = Snapshot(transcript, turn, at, at.number + 1)
         with holds.lock:
             self._reply = None
-            before: Hold | None = hold
+            gone = hold
             if after is not None and not self._closed:
                 self._at = after
-                before, self._hold = self._hold, hold
-        if before is not None:
-            holds.give(before)
+                gone, self._hold = self._hold, hold
+        holds.give(gone)
         # It may hold more than was read, or less than there is room for since that was given back.
         if turn is not None and (turn.finish_reason == "abort" or hold.short == "budget"):
             holds.settle(hold, len(prompt.ids) + len(turn.token_ids))
@@ -348,8 +341,9 @@ def open_session(
         fields["grammar"] = grammar
     _params(fields)
     seed = fields.pop("seed", None)
-    setting = Setting(engine, holds, writer, origin, fields, ttl_s, budget_blocks)
-    return Session(setting, Snapshot(Transcript(tuple(messages))), seed=seed)
+    setting = Setting(engine, holds, writer, origin, fields)
+    hold = Hold(origin.tenant, ttl_s, budget_blocks)
+    return Session(setting, Snapshot(Transcript(tuple(messages))), hold, seed)
 
 
 def _params(fields: Mapping[str, Any]) -> SamplingParams:

@@ -45,7 +45,7 @@ class SessionLease:
 
 
 class Hold:
-    """A pin that some sessions share. What it holds is known to the engine thread."""
+    """A pin that some sessions share, one to begin with. What it holds the engine thread knows."""
 
     __slots__ = (
         "budget_blocks",
@@ -68,9 +68,13 @@ class Hold:
         self.identity: CacheIdentity | None = None
         """Under which the KV was computed; None before any was."""
         self.tokens = b""
-        """What is to be held, as token bytes."""
+        """What is to be held once it has KV, as token bytes."""
         self.pin_id: str | None = None
         self.short: Short | None = None
+
+    def another(self) -> Hold:
+        """Return a hold of nothing yet, for the same owner and as long."""
+        return Hold(self.owner, self.ttl_s, self.budget_blocks)
 
 
 class Holds:
@@ -80,10 +84,6 @@ class Holds:
         self.lock = threading.RLock()  # of the counts of users; held for an instant
         self._core = core
         self._keeper = keeper
-
-    def new(self, owner: str, ttl_s: float | None, budget_blocks: int | None) -> Hold:
-        """Return a hold of nothing yet, with one user."""
-        return Hold(owner, ttl_s, budget_blocks)
 
     def share(self, hold: Hold) -> Hold:
         """Count one more user."""
@@ -99,12 +99,21 @@ class Holds:
         if last:
             self._core.call(lambda: self._let_go(hold))  # whose engine has ended holds nothing
 
-    def at_end(self, hold: Hold) -> Callable[[Choice], None]:
-        """Return what the engine is to call when the answer to hold has ended."""
+    def at_end(self, hold: Hold, before: Hold) -> Callable[[Choice], None]:
+        """Return what the engine is to call when the answer to hold has ended.
+
+        What was sent from is held again by ``before``, if that had lost it and somebody still
+        stands there: it was computed for the answer.
+        """
 
         def ended(choice: Choice) -> None:
             request = choice.request
-            if not hold.users or not request.may_publish:
+            if not request.may_publish:
+                return
+            if before.users:
+                before.identity = request.identity
+                self._hold(before, before.tokens)
+            if not hold.users:
                 return
             listed = request.stream._choices[choice.index].token_ids
             # What ended the answer is not listed; the token that was drawn last was not computed.
@@ -125,7 +134,7 @@ class Holds:
 
     def moved(self, hold: Hold, tokens: bytes) -> Hold:
         """Return a hold of ``tokens``, of which ``hold`` may have a part, and give that back."""
-        other = Hold(hold.owner, hold.ttl_s, hold.budget_blocks)
+        other = hold.another()
 
         def move() -> None:
             other.identity = hold.identity
@@ -160,7 +169,7 @@ class Holds:
         if before is not None and (made is None or made.id != before):
             self._core.cache.pins.unpin(before)
             made = pin() if made is not None and made.short else made  # into the room that it had
-        hold.short = "budget" if made is None else made.short
+        hold.short = made.short if made is not None else "budget" if tokens else None
         hold.pin_id = made.id if made is not None and made.granted_tokens else None
 
     def _let_go(self, hold: Hold) -> None:
@@ -170,7 +179,7 @@ class Holds:
 
     def _look(self, hold: Hold) -> SessionLease:
         pins = [pin for pin in self._keeper.of(hold.owner) if pin.id == hold.pin_id]
-        wanted = len(hold.tokens) // TOKEN_BYTES
+        wanted = 0 if hold.identity is None else len(hold.tokens) // TOKEN_BYTES
         if not pins:
             short = hold.short if hold.pin_id is None else "gone"
             return SessionLease(0, wanted, 0, short, hold.ttl_s, None)

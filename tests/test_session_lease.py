@@ -132,15 +132,44 @@ def test_a_lease_runs_out_and_the_session_computes_again() -> None:
             assert s.lease.expires_in_s is None and s.lease.tokens == len(s.tokens) - 1
 
 
+def test_what_forks_begin_from_is_held_while_somebody_stands_there(engine: Engine) -> None:
+    """A rubric and many answers: the session with the rubric has said nothing itself."""
+    with engine.session(system=SYSTEM, **GREEDY) as s:
+        assert s.lease.wanted_tokens == s.lease.tokens == 0, "nothing was computed yet"
+        for i in range(3):
+            with s.branch() as one:
+                turn = one.send(f"{i} is what").result()
+            assert (turn.cached_tokens >= len(s.tokens)) == (i > 0)
+            flood(engine, i)
+            assert s.lease.short is None and s.lease.tokens == s.cached_tokens == len(s.tokens)
+        assert len(engine.pins.of()) == 1
+
+
+def test_a_place_that_lost_its_lease_has_it_again_when_a_fork_has_computed_it() -> None:
+    with session_engine() as engine:
+        clock = turn_clock(engine)
+        with engine.session(system=SYSTEM, ttl_s=60, **GREEDY) as s:
+            s.send("hello").result()
+            clock.sleep(61)
+            assert s.lease.short == "gone"
+            flood(engine)
+            with s.branch() as one:
+                assert one.send("a").result().cached_tokens == 0
+            assert s.lease.short is None and s.lease.tokens == len(s.tokens) - 1
+            flood(engine)
+            held = s.lease.tokens
+            assert s.send("b").result().cached_tokens >= held > 0
+
+
 def test_whoever_unpins_or_empties_the_cache_takes_the_lease_not_the_session(
     engine: Engine,
 ) -> None:
     with engine.session(system=SYSTEM, **GREEDY) as s, s.branch() as cold:
         s.send("hello").result()
-        (pin,) = engine.pins.of("local")
-        assert pin.name is not None and pin.name.startswith("session-")
-        engine.pins.unpin("local", name=pin.name)
-        assert s.lease.short == "gone"
+        for pin in engine.pins.of("local"):
+            assert pin.name is not None and pin.name.startswith("session-")
+            engine.pins.unpin("local", name=pin.name)
+        assert s.lease.short == cold.lease.short == "gone"
         again = s.send("a").result()
         engine.cache.reset()
         assert s.lease.short == "gone" and s.cached_tokens == 0
