@@ -123,8 +123,8 @@ def test_a_content_part_that_is_not_text_is_refused_by_name(part: dict[str, Any]
     "fields",
     [
         {"functions": [{}]},
-        {"response_format": {"type": "json_object"}},
-        {"guided_json": {"type": "object"}},
+        {"structural_tag": "{}"},
+        {"guided_whitespace_pattern": " "},
         {"store": True},
         {"reasoning_effort": "high"},
         {"include_stop_str_in_output": True},
