@@ -29,7 +29,7 @@ def run_service(settings: Settings) -> int:
     from radixkv.service.logs import configure_logs
     from radixkv.service.tenants_file import TenantsFile
 
-    configure_logs(settings.server.log_format, sys.stderr)
+    configure_logs(settings.server.log_format)
     if settings.server.log_format == "json" or not sys.stderr.isatty():
         # The bars of transformers and the hub, which look here when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

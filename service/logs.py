@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from typing import TextIO
 
 
-def configure_logs(log_format: str, stream: TextIO, level: int = logging.INFO) -> None:
-    """Send radixkv's log lines to ``stream`` in ``log_format`` (``text`` or ``json``)."""
-    handler = logging.StreamHandler(stream)
+def configure_logs(
+    log_format: str, stream: TextIO | None = None, level: int = logging.INFO
+) -> None:
+    """Send radixkv's log lines to ``stream`` in ``log_format`` (``text`` or ``json``).
+
+    None: to what ``sys.stderr`` is when a line is written. It may be another by then than now, and
+    that of now closed, as where a command runs inside of somebody else's process.
+    """
+    handler = _ToStderr() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     logger = logging.getLogger("radixkv")
     for old in list(logger.handlers):
@@ -22,6 +29,21 @@ def configure_logs(log_format: str, stream: TextIO, level: int = logging.INFO) -
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
+
+
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to ``sys.stderr`` as it is at each line."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        raise AttributeError("it is always sys.stderr")
 
 
 class TextLines(logging.Formatter):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from radixkv import Engine
-from radixkv.errors import AdapterNotFound, InvalidAdapter
+from radixkv.errors import AdapterNotFound, InvalidAdapter, NotFound
 from radixkv.kernels.native import unavailable_reason
 from radixkv.service.engine.adapters import Adapters, by_adapter, fit, runs_of, split_setting
 from radixkv.service.engine.fusing import merge_projections, use_kernels
@@ -296,3 +296,8 @@ def test_a_setting_names_an_adapter_and_its_directory() -> None:
     for wrong in ("sql", "sql=", "=/a", "a:b=/a"):
         with pytest.raises(InvalidAdapter):
             split_setting(wrong)
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no adapter in .*nowhere"):
+        Engine("a model that is nowhere either", adapter=(f"a={tmp_path / 'nowhere'}",))

@@ -266,3 +266,18 @@ def test_configuring_logs_twice_writes_each_line_once() -> None:
     logging.getLogger("radixkv.http").info("request", extra={"fields": {"status": 200}})
     (line,) = out.getvalue().splitlines()
     assert json.loads(line)["status"] == 200
+
+
+def test_log_lines_go_to_what_stderr_is_when_they_are_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a command that ran inside of another process, whose stderr is closed since."""
+    log = logging.getLogger("radixkv.server")
+    with monkeypatch.context() as patch, StringIO() as then:
+        patch.setattr(sys, "stderr", then)
+        configure_logs("text")
+        log.info("first")
+        assert "first" in then.getvalue()
+    log.info("second")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("INFO    second")

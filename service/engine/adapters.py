@@ -96,8 +96,16 @@ class Adapters:
         with self._loading:
             if not replace and name in self._by_name:
                 raise InvalidAdapter(f"the adapter {name!r} is loaded already", param="lora_name")
-            adapter = fit(read_peft(path, scale=scale), self._loaded, name=name, path=Path(path))
-            self._by_name = self._by_name | {name: adapter}
+            return self._put(name, Path(path), read_peft(path, scale=scale))
+
+    def put(self, name: str, path: Path, given: PeftAdapter) -> Adapter:
+        """As ``load``, of an adapter that was read from ``path``."""
+        with self._loading:
+            return self._put(name, path, given)
+
+    def _put(self, name: str, path: Path, given: PeftAdapter) -> Adapter:
+        adapter = fit(given, self._loaded, name=name, path=path)
+        self._by_name = self._by_name | {name: adapter}
         return adapter
 
     def unload(self, name: str) -> Adapter:
@@ -126,6 +134,15 @@ def split_setting(setting: str) -> tuple[str, Path]:
         raise InvalidAdapter(f"adapter is {setting!r}; wanted NAME=DIR")
     check_name(name)
     return name, Path(path).expanduser()
+
+
+def read_settings(settings: Iterable[str]) -> list[tuple[str, Path, PeftAdapter]]:
+    """Read the adapters of ``NAME=DIR``s, before there is a model that they could be fitted to.
+
+    Raises NotFound or InvalidAdapter.
+    """
+    named = [split_setting(setting) for setting in settings]
+    return [(name, path, read_peft(path)) for name, path in named]
 
 
 def fit(given: PeftAdapter, loaded: LoadedModel, *, name: str, path: Path | None = None) -> Adapter:

@@ -23,7 +23,7 @@ from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.errors import InvalidRequest
 from radixkv.identity.identity import CacheIdentity
-from radixkv.service.engine.adapters import Adapter, Adapters, split_setting
+from radixkv.service.engine.adapters import Adapter, Adapters, read_settings
 from radixkv.service.engine.beams_asking import BeamAsking
 from radixkv.service.engine.building import kv_dtype_of, model_of, runner_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
@@ -78,6 +78,7 @@ class Engine(BeamAsking):
         self.config = settings_of(model, config, settings)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
+        adapters = read_settings(self.config.adapter)  # which may fail, so before the weights
         self._model = model_of(model, self.config, path, progress)
         (progress or log.info)(f"runs {self.decoder_in_words}")
         self._capacity = Capacity.plan(
@@ -135,8 +136,8 @@ class Engine(BeamAsking):
             refused=self._core.note_refused,
         )
         self.adapters = Adapters(self._model)
-        for setting in self.config.adapter:
-            self.adapters.load(*split_setting(setting))
+        for name, where, given in adapters:
+            self.adapters.put(name, where, given)
         self._core.start()
 
     # ---- asking ---------------------------------------------------------------------------------
