@@ -11,6 +11,7 @@ from examples.bench.bench_sharing import (
     BLOCK_SIZE,
     PUBLISHED,
     WIDTHS,
+    Ancestry,
     Parents,
     measure,
     reordered_tokens,
@@ -44,7 +45,8 @@ def test_beams_that_all_come_from_one_share_all_but_a_tail_each() -> None:
 def test_a_replayed_search_holds_and_copies_what_the_engine_does(
     prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance, path, rig = BeamSearch.advance, [], Rig(block_size=BLOCK_SIZE)
+    advance, rig = BeamSearch.advance, Rig(block_size=BLOCK_SIZE)
+    path: list[Parents] = []
 
     def logged(self: BeamSearch, found: Any) -> Any:
         step = advance(self, found)
@@ -58,7 +60,8 @@ def test_a_replayed_search_holds_and_copies_what_the_engine_does(
     held = unshared = 0
     while not rig.core.scheduler.idle:
         # The tables as they are after the step's reservations, before its forks.
-        schedule, seen = rig.core.scheduler.schedule, []
+        schedule = rig.core.scheduler.schedule
+        seen: list[list[int]] = []
 
         def watched(schedule: Any = schedule, seen: Any = seen) -> Any:
             works = schedule()
@@ -88,7 +91,7 @@ def test_rows_in_order_are_copied_only_if_they_change() -> None:
 
 
 def test_every_figure_is_measured_beside_the_published_one() -> None:
-    ancestry = {
+    ancestry: Ancestry = {
         width: [[(0,) * width, *[tuple(range(width))[::-1]] * 5, (0,) * width]] for width in WIDTHS
     }
     found = measure(ancestry, 4)

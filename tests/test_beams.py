@@ -171,7 +171,7 @@ def test_log_probabilities_of_a_beam_add_up_and_name_rivals(engine: Engine) -> N
             beam.cumulative_logprob, abs=1e-4
         )
         assert all(len(token.top) == 2 for token in beam.logprobs)
-    scores = [beam.score for beam in found.beams]
+    scores = [beam.score or 0.0 for beam in found.beams]
     assert scores == sorted(scores, reverse=True)
 
 

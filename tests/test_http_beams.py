@@ -14,7 +14,7 @@ from radixkv.service.http.replies import ChatReply, CompletionReply
 from tests.http_server import RunningServer, running_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TALK = [{"role": "user", "content": "hello the world"}]
+TALK: Any = [{"role": "user", "content": "hello the world"}]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_chat_is_searched_and_streamed_in_one_piece_a_beam(server: RunningServ
     with server.client() as client:
         stream = client.chat.completions.create(
             model="tiny",
-            messages=TALK,  # type: ignore[arg-type]
+            messages=TALK,
             max_tokens=7,
             n=2,
             temperature=0,

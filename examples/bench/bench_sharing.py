@@ -50,10 +50,6 @@ QUESTIONS = (
     "Explain why 4/16 is equal to 1/4.",
     "Render a 3D model of a house in words.",
     "Discuss the causes of the Great Depression.",
-    "Generate a list of ten items a person might need for a camping trip.",
-    "Write a formal letter to decline a job offer.",
-    "Suggest a name for a restaurant by the sea, and say why.",
-    "Summarise the life of Marie Curie.",
 )
 
 Parents = Sequence[int]
@@ -81,7 +77,7 @@ def record(questions: Sequence[str], answer_tokens: int) -> tuple[Ancestry, list
 
     ancestry: Ancestry = {}
     copied = []
-    BeamSearch.advance = logged  # type: ignore[method-assign]  # to look on, not to change it
+    BeamSearch.advance = logged  # type: ignore[method-assign, assignment]  # to look on, not to change it
     try:
         with Engine("smollm2", kv_memory="512MiB", block_size=BLOCK_SIZE) as engine:
             for width in WIDTHS:
@@ -315,7 +311,7 @@ def main() -> None:
         copied = earlier["copied"]
     else:
         ancestry, copied = record(
-            QUESTIONS[:4] if options.quick else QUESTIONS, 32 if options.quick else 96
+            QUESTIONS[:4] if options.quick else QUESTIONS, 32 if options.quick else 64
         )
     found = measure(ancestry, options.requests or (40 if options.quick else 150))
     show(found, copied)

@@ -295,8 +295,8 @@ class EngineCore:
         """Give ``seq`` its next token and its consumer what can be said of it."""
         request, stream = seq.request, seq.request.stream
         if token.error is not None:
-            known = isinstance(token.error, RadixKVError)
-            self._fail(request, token.error if known else RadixKVError(token.error))
+            error = token.error
+            self._fail(request, RadixKVError(error) if isinstance(error, str) else error)
         if stream.finished:  # failed, perhaps through a sibling in this very step
             return
         seq.append(token.token_id)
