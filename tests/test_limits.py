@@ -89,6 +89,63 @@ def test_too_many_requests_are_refused_with_the_limit_and_the_time(clock: Clock)
     refused(mine.count_request)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 59, 60, 61, 1000])
+def test_exactly_so_many_requests_pass_in_a_minute_and_the_next_when_it_is_said(
+    clock: Clock, n: int
+) -> None:
+    """At the border itself: not one more, not a moment too late or too early."""
+    mine = limits(clock, requests_per_minute=n)
+    clock.now = 1e6 / 7  # a machine that has been up for a while
+    for _ in range(n):
+        mine.count_request()
+    assert mine.headers()["x-ratelimit-remaining-requests"] == "0"
+    for _ in range(50):
+        wait_s = refused(mine.count_request).limit["retry_after_s"]
+        assert wait_s == pytest.approx(60 / n, abs=0.0011)
+        clock.now += wait_s - 0.0011
+        refused(mine.count_request)
+        clock.now += 0.0011
+        mine.count_request()
+
+
+def test_after_a_quiet_minute_there_is_a_minutes_worth_again_and_never_more(clock: Clock) -> None:
+    mine = limits(clock, requests_per_minute=5)
+    for quiet_s in (60.0, 61.0, 3600.0, 1e9):
+        for _ in range(5):
+            mine.count_request()
+        refused(mine.count_request)
+        clock.now += quiet_s
+    for _ in range(4):
+        mine.count_request()
+    clock.now += 59.999  # all but a hair of a minute, of which four had been used
+    assert mine.headers()["x-ratelimit-remaining-requests"] == "5"
+    for _ in range(5):
+        mine.count_request()
+    clock.now += 11.99
+    refused(mine.count_request)
+
+
+def test_a_prompt_of_exactly_what_is_left_passes_and_of_one_token_more_does_not(
+    clock: Clock,
+) -> None:
+    mine = limits(clock, tokens_per_minute=100)
+    mine.admit(60, 1)
+    assert refused(lambda: mine.admit(41, 1)).limit["retry_after_s"] == pytest.approx(0.6)
+    mine.admit(40, 1)
+    assert mine.headers()["x-ratelimit-remaining-tokens"] == "0"
+    wait_s = refused(lambda: mine.admit(1, 1)).limit["retry_after_s"]
+    clock.now += wait_s
+    mine.admit(1, 1)
+    answer = stream()
+    mine.enter(answer)
+    generated(answer, 200)  # more than there is: what follows has to wait until it is paid for
+    refused(lambda: mine.admit(1, 1))
+    clock.now += 120
+    assert refused(lambda: mine.admit(1, 1)).limit["retry_after_s"] == pytest.approx(0.6)
+    clock.now += 0.6
+    mine.admit(1, 1)
+
+
 def test_prompts_are_charged_when_submitted_and_answers_as_they_grow(clock: Clock) -> None:
     mine = limits(clock, tokens_per_minute=100)
     mine.admit(40, 1)

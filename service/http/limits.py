@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from radixkv.service.engine.stream import Stream
 
 _MINUTE_S = 60.0
+_NOTHING = 1e-6
+"""Of a request or a token: what sums of times may be wrong by."""
 _SOON_S = 1.0
 """When to come back if that depends on when others of one's own requests end."""
 
@@ -47,7 +49,7 @@ class LimitReached(Overloaded):
         self.limit: LimitDetail = {
             "name": name,
             "value": value,
-            "retry_after_s": round(wait_s, 3),
+            "retry_after_s": math.ceil(wait_s * 1000) / 1000,  # not a moment too early
         }
 
 
@@ -83,7 +85,7 @@ class Bucket:
         """Seconds until ``cost`` may be taken; 0 if it may be now."""
         self._fill(now)
         short = min(cost, self.per_minute) - self._level
-        return max(0.0, short) * _MINUTE_S / self.per_minute
+        return short * _MINUTE_S / self.per_minute if short > _NOTHING else 0.0
 
     def take(self, cost: float, now: float) -> None:
         """Take ``cost``, or give back if it is negative."""
