@@ -15,6 +15,7 @@ from radixkv import Engine
 from radixkv.errors import EngineDead, InvalidRequest, NeverFits, Overloaded
 from radixkv.service.engine.attention import own_attention
 from radixkv.service.engine.beams import BeamParams
+from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
 from radixkv.service.engine.params import SamplingParams
 from tests import tiny_models
@@ -193,6 +194,19 @@ def test_an_answer_stays_cached_and_dead_beams_do_not(llama: LoadedModel) -> Non
         again = engine.generate([*whole, 7], max_tokens=1, temperature=0)
         assert again.usage.cached_tokens == len(whole) - 1  # the last one's KV was never needed
         assert engine.stats().cached_blocks <= (len(whole) + 3) // 4 + 1
+
+
+def test_a_searched_prompt_can_be_pinned_and_scored(llama: LoadedModel) -> None:
+    with Engine(llama, kv_memory="1MiB", pin_budget=0.5, max_model_len=256) as engine:
+        ids = tokens(30, 9)
+        params = SamplingParams(
+            n=2, max_tokens=5, prompt_logprobs=1, ignore_eos=True, beams=BeamParams(3)
+        )
+        answer = engine.submit(ids, params, keeps=[Keep(len(ids))]).result()
+        assert answer.kept[0].granted_tokens > 0
+        scored = engine.generate(ids, max_tokens=1, prompt_logprobs=1)
+        assert answer.prompt_logprobs == scored.prompt_logprobs
+        assert engine.check() == []
 
 
 @pytest.mark.parametrize(

@@ -274,8 +274,9 @@ def plot(found: dict[str, dict[str, list[float]]], target: Path) -> None:
     for axis, (name, ways) in zip(axes, found.items(), strict=True):
         for offset, (way, values) in zip((-0.2, 0.2), ways.items(), strict=True):
             places = np.arange(len(WIDTHS)) + offset
-            bars = axis.bar(places, values, 0.36, color=colours[way], label=f"{way}, here")
-            axis.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+            axis.bar(places, values, 0.36, color=colours[way], label=f"{way}, here")
+            for place, value in zip(places, values, strict=True):
+                axis.text(place, 1, f"{value:.1f}", ha="center", fontsize=8, color="white")
             known = [(x, y) for x, y in zip(places, PUBLISHED[name, way], strict=True) if y]
             label = "paper" if way == "beams" else None
             axis.plot(
