@@ -326,3 +326,39 @@ def test_a_real_model_says_the_same_when_it_was_swapped_out() -> None:
         assert stats.swapped_in_tokens_total > 0
         assert stats.swap_used_bytes == 0
         assert engine.check() == []
+
+
+def test_a_request_that_is_cancelled_while_it_is_swapped_out_leaves_nothing_behind() -> None:
+    """LEAK-1, with the real engine: blocks and host memory are free, the others unharmed."""
+    model, tokenizer = tiny_models.build("llama")
+    loaded = LoadedModel.from_model(model, tokenizer, name="tiny-llama")
+    prompts = [prompt(40, i) for i in range(6)]
+    ask: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    with Engine(loaded, kv_memory="1MiB", prefix_cache=False) as roomy:
+        per_block = 2**20 // roomy.stats().num_blocks
+        expected = [roomy.generate(ids, **ask).token_ids for ids in prompts]
+    with Engine(loaded, kv_memory=16 * per_block, lookahead_tokens=0) as engine:
+        core = engine._core
+
+        def cancel() -> list[Stream]:
+            out = [seq.request.stream for seq in core.scheduler.waiting if seq.saved is not None]
+            assert not out or core.swapper is not None and core.swapper.pool.used_bytes > 0
+            for stream in out:
+                stream.abort()
+            return out
+
+        streams = [engine.stream_generate(ids, **ask) for ids in prompts]
+        gone: list[Stream] = []
+        while not gone:
+            gone = core.call(cancel).result()  # between two steps, so that they are there
+            assert not all(stream.finished for stream in streams), "nothing was swapped out"
+        for stream, ids in zip(streams, expected, strict=True):
+            if stream in gone:
+                assert stream.result().finish_reason == "abort"
+            else:
+                assert stream.result().token_ids == ids
+        while engine.stats().num_running:
+            engine.check()
+        stats = engine.stats()
+        assert stats.swap_used_bytes == 0 and stats.used_blocks == 0
+        assert stats.aborted_total == len(gone) and engine.check() == []
