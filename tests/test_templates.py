@@ -87,3 +87,15 @@ def test_an_unknown_parser_is_refused_and_a_known_one_is_used(tiny_llama: Loaded
     with Engine(tiny_llama, chat_template=str(SHIPPED), kv_memory="4MiB") as engine:
         found = engine.prompting.tool_format
     assert found is not None and found.name == "hermes"
+
+
+def test_an_embedded_engine_shows_tools_and_tells_calls_from_words(
+    tiny_llama: LoadedModel,
+) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    with Engine(tiny_llama, chat_template=str(SHIPPED), kv_memory="8MiB") as engine:
+        done = engine.chat(CHAT, tools=[tool], max_tokens=2, temperature=0)
+        assert '"name": "add"' in engine.detokenize(done.prompt_token_ids)
+        again = engine.stream_chat(CHAT, tools=[tool], max_tokens=1, temperature=0).result()
+        assert again.usage.cached_tokens == done.usage.prompt_tokens - 1
+        assert engine.prompting.read_answer(done.text, [tool]).text == done.text

@@ -39,25 +39,47 @@ class Asking(Served, ABC):
         """
         return self._start(prompt, sampling).result()
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
-        """Answer a chat and wait for it; ``sampling`` as in ``generate``."""
-        return self._start(self.render(messages), sampling, param="messages").result()
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **sampling: Any,
+    ) -> Generation:
+        """Answer a chat and wait for it; ``sampling`` as in ``generate``.
+
+        ``tools``, in OpenAI's shape, are shown to the model as they are; ``prompting.read_answer``
+        tells the text of what it says from its calls.
+        """
+        return self._start(self.render(messages, tools=tools), sampling, "messages").result()
 
     async def agenerate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
         """Complete ``prompt`` without blocking the event loop; cancelling it aborts the request."""
         return await self._start(prompt, sampling).aresult()
 
-    async def achat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Generation:
+    async def achat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **sampling: Any,
+    ) -> Generation:
         """Answer a chat without blocking the event loop."""
-        return await self._start(self.render(messages), sampling, param="messages").aresult()
+        return await self._start(self.render(messages, tools=tools), sampling, "messages").aresult()
 
     def stream_generate(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
         """Complete ``prompt`` bit by bit: iterate the result with ``for`` or ``async for``."""
         return self._start(prompt, sampling)
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Stream:
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **sampling: Any,
+    ) -> Stream:
         """Answer a chat bit by bit: iterate the result with ``for`` or ``async for``."""
-        return self._start(self.render(messages), sampling, param="messages")
+        return self._start(self.render(messages, tools=tools), sampling, "messages")
 
     def pin(
         self,
