@@ -25,6 +25,8 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.grammar import GrammarSpec
+from radixkv.service.engine.grammar_ends import schema_can_end
+from radixkv.service.engine.grammar_lark import lark_can_end
 from radixkv.service.engine.grammar_state import GrammarState, allowed_bits, in_brief
 from radixkv.service.engine.grammar_vocab import Vocabulary
 from radixkv.service.engine.token_text import TokenText
@@ -218,34 +220,41 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
 
 def _source(spec: GrammarSpec) -> str:
     """Return ``spec`` in llguidance's own form."""
-    if spec.kind == "json_object":
-        return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=_JSON)
-    if spec.kind == "json_schema":
-        schema = spec.source
-        if json.loads(schema) is True:
-            schema = "{}"
-        try:
-            return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
-        except ValueError as e:  # deeper than it reads
-            raise InvalidRequest(f"json_schema: {in_brief(str(e))}") from None
-    if spec.kind == "regex":
-        return LLMatcher.grammar_from_regex(spec.source)
-    if spec.kind == "choice":
-        options = dict.fromkeys(json.loads(spec.source))
-        # One word to the lexer: as so many rules they would be looked at one by one.
-        words = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
-        return LLMatcher.grammar_from_lark(f"start: OPTION\nOPTION: {words}")
-    if _GBNF.search(spec.source):
-        if len(spec.source) > MAX_GBNF_CHARS:
-            raise InvalidRequest(
-                f"the GBNF grammar has {len(spec.source)} characters; at most {MAX_GBNF_CHARS} are "
-                "accepted"
-            )
-        try:
-            return LLMatcher.grammar_from_lark(gbnf_to_lark(spec.source))
-        except (GbnfToLarkError, RecursionError) as e:
-            raise InvalidRequest(f"grammar is no GBNF: {in_brief(str(e))}") from None
-    return LLMatcher.grammar_from_lark(spec.source)
+    match spec.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=_JSON)
+        case "json_schema":
+            schema = "{}" if json.loads(spec.source) is True else spec.source
+            if not schema_can_end(schema):
+                raise InvalidRequest("json_schema: no answer could ever end")
+            try:
+                return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
+            except ValueError as e:
+                raise InvalidRequest(f"json_schema: {in_brief(str(e))}") from None
+        case "regex":
+            return LLMatcher.grammar_from_regex(spec.source)
+        case "choice":
+            options = dict.fromkeys(json.loads(spec.source))
+            # One word to the lexer: as so many rules they would be looked at one by one.
+            words = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+            return LLMatcher.grammar_from_lark(f"start: OPTION\nOPTION: {words}")
+        case "lark":
+            lark = _from_gbnf(spec.source) if _GBNF.search(spec.source) else spec.source
+            if not lark_can_end(lark):
+                raise InvalidRequest("grammar: no answer could ever end")
+            return LLMatcher.grammar_from_lark(lark)
+
+
+def _from_gbnf(source: str) -> str:
+    """Translate llama.cpp's notation."""
+    if len(source) > MAX_GBNF_CHARS:
+        raise InvalidRequest(
+            f"grammar has {len(source)} characters of GBNF; at most {MAX_GBNF_CHARS} are accepted"
+        )
+    try:
+        return gbnf_to_lark(source)
+    except (GbnfToLarkError, RecursionError) as e:
+        raise InvalidRequest(f"grammar is no GBNF: {in_brief(str(e))}") from None
 
 
 def _probe(spec: GrammarSpec, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
