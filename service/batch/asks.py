@@ -108,6 +108,8 @@ class Asks:
             found = [tokenize(p) if isinstance(p, str) else p for p in body.prompts]
         for ids in found:
             engine.prompting.check_ids(ids, ask.param)
+        if params.grammar is not None:  # here, in a thread, and once for all lines that share it
+            engine.grammars.compiled(params.grammar, ask.origin.tenant)
         adapter, salt = ask.origin.adapter, ask.origin.salt
         group = repr((adapter, salt)).encode() if adapter or salt else b""
         answer_tokens = params.num_sequences * min(params.max_tokens or _TALK_TOKENS, 2**20)

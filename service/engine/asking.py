@@ -55,6 +55,7 @@ class Asking(Served, ABC):
 
     async def agenerate(self, prompt: str | Sequence[int], **sampling: Any) -> Generation:
         """Complete ``prompt`` without blocking the event loop; cancelling it aborts the request."""
+        await self._compile_beside(sampling)
         return await self._start(prompt, sampling).aresult()
 
     async def achat(
@@ -65,6 +66,7 @@ class Asking(Served, ABC):
         **sampling: Any,
     ) -> Generation:
         """Answer a chat without blocking the event loop."""
+        await self._compile_beside(sampling)
         return await self._start(self.render(messages, tools=tools), sampling, "messages").aresult()
 
     def stream_generate(self, prompt: str | Sequence[int], **sampling: Any) -> Stream:
@@ -99,6 +101,13 @@ class Asking(Served, ABC):
         params = sampling_params({"max_tokens": 1, "temperature": 0.0} | origin)
         keep = Keep(len(ids), ttl_s, name)
         return self.submit(ids, params, origin=asked_by, keeps=[keep]).result().kept[0]
+
+    async def _compile_beside(self, sampling: Mapping[str, Any]) -> None:
+        """Compile the grammar of ``sampling``, if it has one, while the event loop goes on."""
+        asked = dict(sampling)
+        tenant, spec = take_origin(asked).tenant, sampling_params(asked).grammar
+        if spec is not None:
+            await self.grammars.compile_beside(spec, tenant)
 
     def _start(
         self, prompt: str | Sequence[int], sampling: dict[str, Any], param: str = "prompt"

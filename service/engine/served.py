@@ -14,6 +14,7 @@ from radixkv.service.engine.boundaries import Cut, render_cut
 from radixkv.service.engine.building import kv_dtype_of
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.core import EngineCore
+from radixkv.service.engine.grammar_compile import Grammars
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.runner import ModelRunner
@@ -23,6 +24,7 @@ class Served:
     """What can be asked of an Engine without asking its model; from any thread, never waits."""
 
     config: EngineConfig
+    grammars: Grammars
     _model: LoadedModel
     _capacity: Capacity
     _core: EngineCore
