@@ -16,7 +16,7 @@ from radixkv.errors import AdapterNotFound, ContextTooLong, EngineDead, InvalidR
 from radixkv.kernels.native import unavailable_reason
 from tests.adapter_cases import save_adapter
 from tests.http_server import build_engine
-from tests.session_cases import GREEDY, SYSTEM, flood, session_engine
+from tests.session_cases import BLOCK, GREEDY, SYSTEM, flood, session_engine
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,6 @@ def test_an_answer_that_ended_by_itself_is_held_to_its_last_token(engine: Engine
 
 
 def test_a_fork_copies_nothing_and_its_first_send_one_partial_block(engine: Engine) -> None:
-    """COW-3"""
     with engine.session(system=SYSTEM, **GREEDY) as s:
         s.send("hello there").result()
         pins, stats = [pin.id for pin in engine.pins.of()], engine.cache.stats()
@@ -104,6 +103,28 @@ def test_a_fork_copies_nothing_and_its_first_send_one_partial_block(engine: Engi
         assert len(s.turns) == 1 and all(len(fork.turns) == 2 for fork in forks)
         for fork in forks:
             fork.close()
+
+
+def test_forks_at_every_offset_of_a_block_equal_runs_of_their_own(engine: Engine) -> None:
+    """COW-3: and the parent is what it was."""
+    ask = GREEDY | {"max_tokens": 3}
+    for offset in range(BLOCK):
+        stem = [3 + (offset + i * i) % 290 for i in range(BLOCK + offset)]
+        with engine.session(template=False, **ask) as s:
+            s.send(stem, max_tokens=1).result()
+            tokens, copies = s.tokens, engine.cache.stats().cow_copies
+            forks = s.fork(4)
+            replies = [fork.send([50 + i]) for i, fork in enumerate(forks)]
+            said = [reply.result().token_ids for reply in replies]
+            assert engine.cache.stats().cow_copies - copies <= 4
+            alone = [
+                engine.generate([*tokens, 50 + i], salt=f"{offset}", **ask).token_ids
+                for i in range(4)
+            ]
+            assert said == alone and s.tokens == tokens
+            assert s.lease.tokens == len(stem)
+            for fork in forks:
+                fork.close()
 
 
 def test_a_place_gives_the_same_whatever_was_said_from_it_meanwhile(engine: Engine) -> None:
