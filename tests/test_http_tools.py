@@ -317,6 +317,8 @@ def test_the_order_of_keys_is_the_clients_own(server: RunningServer) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "a"}}}],
           "tool_choice": "required"}, "tools[0].function.parameters"),
         ({"tools": [ADD], "structured_outputs": {"regex": "a+"}}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters":
+          {"type": "object", "properties": {"a": {"type": "x"}}}}}]}, "tools"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_its_name(

@@ -120,8 +120,8 @@ def test_calls_belong_to_the_message_that_makes_them() -> None:
 
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {}}}
     for said in ("", "So:"):
-        calling = {**turn("assistant", said), "tool_calls": [call, call]}
-        chat = [turn("user", "one?"), calling, turn("tool", "two")]
+        calling: dict[str, Any] = {**turn("assistant", said), "tool_calls": [call, call]}
+        chat: list[dict[str, Any]] = [turn("user", "one?"), calling, turn("tool", "two")]
         text = render(chat)
         for place in (text.index("[add]") + 1, text.rindex("[add]") + 1):
             assert region_at(place, text, chat, render) == Region("message", 1, "assistant")

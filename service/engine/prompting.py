@@ -29,7 +29,8 @@ _REMEDY = (
 
 
 class Prompting:
-    """Renders chats and tokenizes text. Stateless, so any thread may use it."""
+    """Renders chats and tokenizes text. Any thread may use it: all that it keeps is what it found
+    out about the template."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, *, tool_call_parser: str = "auto") -> None:
         """``tool_call_parser``: how the model writes calls; ``auto`` tells by its template."""
