@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from radixkv import Engine, SamplingParams
 from radixkv.errors import InvalidRequest
+from radixkv.service.batch.asks import Asks
+from radixkv.service.batch.lines import Line
 from radixkv.service.engine.grammar import GrammarSpec
 from radixkv.service.engine.grammar_compile import Grammar, compile_grammar
 from radixkv.service.engine.grammar_vocab import Vocabulary
@@ -23,6 +25,7 @@ from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.params import Generation
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
 from radixkv.service.engine.token_text import TokenText
+from radixkv.service.http.serving import Serving
 from tests import tiny_models
 from tests.stopping_cases import EOS, FALLBACK, spell, stream
 
@@ -332,7 +335,8 @@ def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(engine: Engine)
 
 def test_coroutines_may_ask_too(engine: Engine) -> None:
     async def ask() -> Generation:
-        await engine.grammars.compile_beside(GrammarSpec.json_schema(PERSON), "local")
+        with pytest.raises(InvalidRequest, match="unclosed"):
+            await engine.agenerate(PROMPT, regex="(")
         return await engine.agenerate(PROMPT, json_schema=PERSON, seed=1, max_tokens=900)
 
     valid(asyncio.run(ask()), PERSON)
@@ -359,3 +363,21 @@ def test_a_final_token_ends_a_choice_with_all_of_its_text() -> None:
     ended = stream(ignore_eos=True)
     assert ended.push(SampledToken(EOS, final=True)) is not None
     assert ended.choice().token_ids == () and ended.choice().finish_reason == "stop"
+
+
+def test_a_line_of_a_batch_is_held_and_refused_like_a_request(engine: Engine) -> None:
+    serving = Serving()
+    serving.start(engine)
+    try:
+        asks = Asks(serving)
+        body = {"prompt": PROMPT, "max_tokens": 9, "guided_choice": ["yes", "no"]}
+        good = asks.parse(Line(1, 0, "a", "/v1/completions", body))
+        asks.prompts(good)
+        assert good.params.grammar == GrammarSpec.choice(["yes", "no"])
+        assert engine.grammars.is_kept(GrammarSpec.choice(["yes", "no"]), good.origin.tenant)
+        broken = {"prompt": PROMPT, "regex": "("}
+        bad = asks.parse(Line(2, 9, "b", "/v1/completions", broken))
+        with pytest.raises(InvalidRequest, match="unclosed"):
+            asks.prompts(bad)
+    finally:
+        serving.stop()

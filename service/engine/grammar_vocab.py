@@ -87,16 +87,16 @@ class _Words(TokenizerWrapper):
         self._special = frozenset(special)
         self._backend = backend
 
-    def _encode_string(self, text: str | bytes) -> list[int]:
-        """Cut ``text`` as the model was taught to, if those tokens say just that, else greedily.
+    def __call__(self, s: str | bytes) -> list[int]:
+        """Cut text as the model was taught to, if those tokens say just that, else greedily.
 
         Of a long text only the beginning: what is forced is cut anew before each token, and only
         the first token is asked for.
         """
-        raw = text.encode() if isinstance(text, str) else text
+        raw = s.encode() if isinstance(s, str) else s
         if len(raw) > _MAX_CUT_BYTES:
             head = raw[:_MAX_CUT_BYTES].decode(errors="ignore").encode()
-            return self._encode_string(head)[:-1]  # the last one may be cut short by the cut
+            return self(head)[:-1]  # the last one may be cut short by the cut
         if self._backend is not None:
             try:
                 found = self._backend.encode(raw.decode(), add_special_tokens=False).ids
@@ -105,8 +105,6 @@ class _Words(TokenizerWrapper):
             if self._said(found) == raw:
                 return list(found)
         return self._greedy(raw)
-
-    __call__ = _encode_string
 
     def _said(self, token_ids: list[int]) -> bytes:
         if any(token >= len(self.tokens) or token in self._special for token in token_ids):
