@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+import requests
 
 from radixkv.errors import InvalidConfig
 from radixkv.service.batch import jobs
@@ -223,6 +224,15 @@ def test_limits_and_bad_uploads_are_refused(
         client.files.create(file=("a", b"x"), purpose="fine-tune")
     status, _, reply = server.ask("POST", "/v1/files", {"purpose": "batch"})
     assert status == 415 and "multipart" in reply["error"]["message"]
+    for name in ("\x0b", "\x00", "a\x7f"):  # what no header may hold
+        form = f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nx\r\n--b--\r\n'
+        answer = requests.post(
+            f"{server.url}/v1/files",
+            data=form.encode(),
+            headers={"Content-Type": "multipart/form-data; boundary=b"},
+            timeout=WAIT_S,
+        )
+        assert answer.status_code == 400, answer.text
     monkeypatch.setattr("radixkv.service.http.files.MAX_FILE_BYTES", 100)
     with pytest.raises(openai.APIStatusError) as refused:
         client.files.create(file=("a", b"x" * 101), purpose="batch")

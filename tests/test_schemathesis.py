@@ -6,6 +6,7 @@ over nothing is held but pins.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -42,6 +43,14 @@ ENDLESS = "/v1/cache/events"
 CASES = 6
 """Of one route in one round."""
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello you"}]}
+LINE = json.dumps(
+    {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "tiny", "prompt": "the system", "max_tokens": 3},
+    }
+)
 GOOD: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT | {"max_tokens": 4},
     "/v1/completions": {"prompt": "the system", "max_tokens": 4},
@@ -56,6 +65,8 @@ GOOD: Mapping[str, dict[str, Any]] = {
     "/v1/cache/prewarm": CHAT,
     "/v1/cache/explain": CHAT,
     "/v1/cache/public": {"prompt": "the assistant is"},
+    "/v1/files": {"purpose": "batch", "file": LINE.encode()},
+    "/v1/batches": {"endpoint": "/v1/completions", "completion_window": "24h"},
 }
 """Bodies that are served: most of those that are drawn are not, so parts of them go into these."""
 NOT_THERE = {"/v1/load_lora_adapter": 403, "/v1/unload_lora_adapter": 404, "/v1/cache/unpin": 404}
@@ -66,14 +77,17 @@ Callers = Mapping[str, Mapping[str, str]]
 class Sweep:
     """Rounds over all routes, as callers drawn by chance."""
 
-    def __init__(self, server: RunningServer, callers: Callers) -> None:
+    def __init__(
+        self, server: RunningServer, callers: Callers, good: Mapping[str, dict[str, Any]]
+    ) -> None:
         self._server = server
+        self._good = good
         self._callers = callers
         self._session = requests.Session()
         own = next(iter(callers.values()))
         url = f"{server.url}/openapi.json"
         document = self._session.get(url, headers=own, timeout=20).json()
-        assert set(GOOD) < set(document["paths"])
+        assert set(good) < set(document["paths"])
         del document["paths"][ENDLESS]
         schema = schemathesis.openapi.from_dict(document)
         schema.config.update(base_url=server.url)
@@ -92,7 +106,7 @@ class Sweep:
             number += 1
 
     def _probe(self, operation: Any, number: int) -> None:
-        has_body = operation.path in GOOD and operation.method.upper() == "POST"
+        has_body = operation.path in self._good and operation.method.upper() == "POST"
         breaks = number % 3 == 2 and has_body
         mode = GenerationMode.NEGATIVE if breaks else GenerationMode.POSITIVE
 
@@ -113,7 +127,7 @@ class Sweep:
             if has_body and isinstance(case.body, dict) and data.draw(st.integers(0, 3)):
                 drawn = sorted(case.body, key=str)
                 picked = data.draw(st.lists(st.sampled_from(drawn), max_size=2)) if drawn else []
-                case.body = GOOD[operation.path] | {name: case.body[name] for name in picked}
+                case.body = self._good[operation.path] | {n: case.body[n] for n in picked}
             reply = case.call(
                 session=self._session, headers=dict(self._callers[caller]), timeout=60
             )
@@ -141,16 +155,25 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[An
             "stranger": bearer("rk-nobody"),
             "nameless": {},
         }
-    with running_server(gate=gate, max_model_len=192, kv_memory="1MiB") as server:
+    settings: dict[str, Any] = {"max_model_len": 192, "kv_memory": "1MiB"}
+    with running_server(gate=gate, batch_dir=tmp_path / "batches", **settings) as server:
         yield server, callers
 
 
 def sweep(server: RunningServer, callers: Callers, seconds: float) -> None:
     """Sweep, and see that nothing is left behind."""
+    good = {**GOOD}
     for path, body in GOOD.items():
-        status = server.ask("POST", path, body, headers=callers["admin"])[0]
+        if path == "/v1/files":
+            form: Any = {"files": {"file": body["file"]}, "data": {"purpose": body["purpose"]}}
+            url = f"{server.url}{path}"
+            reply = requests.post(url, headers=dict(callers["admin"]), timeout=20, **form)
+            assert reply.status_code == 200, reply.text
+            good["/v1/batches"] = GOOD["/v1/batches"] | {"input_file_id": reply.json()["id"]}
+            continue
+        status = server.ask("POST", path, good[path], headers=callers["admin"])[0]
         assert status == NOT_THERE.get(path, 200), path
-    Sweep(server, callers).run(seconds)
+    Sweep(server, callers, good).run(seconds)
     come_to_rest(server, callers["admin"])
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from typing_extensions import TypedDict
 
 from radixkv.errors import InvalidRequest, NotFound
@@ -93,8 +94,8 @@ async def upload_file(request: web.Request) -> web.Response:
                     await _receive(part, path, room)
                 else:
                     await _text(part)  # such as expires_after: kept until deleted
-        except ValueError as e:
-            raise InvalidRequest(f"the body is no multipart/form-data: {e}") from None
+        except (ValueError, HttpProcessingError) as e:
+            raise InvalidRequest(f"the body is no multipart/form-data: {_words(e)}") from None
         if purpose != "batch":
             raise InvalidRequest("purpose must be 'batch'", param="purpose")
         if name is None:
@@ -145,6 +146,12 @@ def _find(request: web.Request) -> StoredFile:
     if file is None:
         raise NotFound(f"there is no file {file_id[:80]!r}")
     return file
+
+
+def _words(error: ValueError | HttpProcessingError) -> str:
+    """Return what a parser says, in one line."""
+    text = error.message if isinstance(error, HttpProcessingError) else str(error)
+    return " ".join(text.split())[:200]
 
 
 async def _parts(request: web.Request) -> AsyncIterator[BodyPartReader]:

@@ -126,6 +126,8 @@ class Route:
     """What each server-sent event holds, if the answer can be streamed."""
     errors: tuple[int, ...] = (500, 503)
     query: tuple[Query, ...] = ()
+    form: dict[str, Any] | None = None
+    """The schema of a body that is a form with files, not JSON."""
 
 
 _WINDOW = Query(
@@ -157,6 +159,15 @@ _PAGE = Query(
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files of this purpose.")
 _TEXT = Query("text", {"type": "boolean", "default": False}, "Show how edges begin, where allowed.")
 
+_UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "format": "binary", "description": "One request a line."},
+    },
+    "required": ["purpose", "file"],
+}
+
 ROUTES = (
     Route("post", "/v1/chat/completions", "createChatCompletion", "Answer a chat", "generation",
           ChatReply, ChatRequest, ChatChunk, _BODY_ERRORS),
@@ -182,7 +193,7 @@ ROUTES = (
           errors=(400, 404, 500, 503), query=(_AFTER, _PAGE, _PURPOSE)),
     Route("post", "/v1/files", "uploadFile",
           "Upload a file of batch requests (multipart: `purpose` = `batch`, and `file`)", "batches",
-          FileReply, errors=(400, 404, 413, 415, 429, 500, 503)),
+          FileReply, errors=(400, 404, 413, 415, 429, 500, 503), form=_UPLOAD),
     Route("get", "/v1/files/{id}", "retrieveFile", "Describe a file", "batches", FileReply,
           errors=(404, 500, 503)),
     Route("get", "/v1/files/{id}/content", "downloadFile", "Download a file", "batches",
@@ -353,5 +364,10 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schemas["body", route.name]}},
+        }
+    if route.form is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": route.form}},
         }
     return operation
