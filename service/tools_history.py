@@ -19,9 +19,24 @@ def shown_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
     Arguments that are no JSON object, as a call that was cut off has, stay the text they are.
     """
-    parsed = parsed_object(arguments or "{}")
-    value: object = arguments if parsed is None else parsed
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
+    function = {"name": name, "arguments": _as_object(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with the arguments of their calls as objects, where they are text."""
+    found = []
+    for message in messages:
+        changed = dict(message)
+        if calls := changed.get("tool_calls"):
+            changed["tool_calls"] = [
+                {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}
+                if isinstance((function := call.get("function") or {}).get("arguments"), str)
+                else call
+                for call in calls
+            ]
+        found.append(changed)
+    return found
 
 
 def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -38,6 +53,11 @@ def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ]
         found.append(changed)
     return found
+
+
+def _as_object(arguments: str) -> object:
+    parsed = parsed_object(arguments or "{}")
+    return arguments if parsed is None else parsed
 
 
 def _short(call_id: str) -> str:

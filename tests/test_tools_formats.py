@@ -10,7 +10,7 @@ import pytest
 from radixkv.config import TOOL_CALL_PARSERS
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.tools_formats import FORMATS, Mistral, format_of
-from radixkv.service.tools_history import shorten_ids, shown_call
+from radixkv.service.tools_history import shorten_ids, shown_call, with_objects
 from tests.tiny_models import build_tokenizer
 
 QWEN = "{%- for t in tools %}...{%- endfor %}<tool_call>\\n{{ tool_call.arguments | tojson }}"
@@ -96,6 +96,15 @@ def test_arguments_are_shown_as_the_object_they_are_or_as_the_text() -> None:
     assert shown_call("c", "f", "")["function"]["arguments"] == {}
     for broken in ('{"a": ', "[1]", "no", '{"a": ' + "[" * 100 + "]" * 100 + "}"):
         assert shown_call("c", "f", broken)["function"]["arguments"] == broken
+
+
+def test_a_chat_as_clients_keep_it_is_shown_with_objects() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call, {}]}]
+    user, assistant = with_objects(chat)
+    assert user == chat[0]
+    assert assistant["tool_calls"] == [shown_call("c", "f", '{"a": 1}'), {}]
+    assert call["function"]["arguments"] == '{"a": 1}'  # type: ignore[index]
 
 
 def test_ids_are_shortened_always_in_the_same_way() -> None:

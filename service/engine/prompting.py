@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.tools_formats import ToolFormat, format_of
-from radixkv.service.tools_history import shorten_ids, shown_call
+from radixkv.service.tools_history import shorten_ids, shown_call, with_objects
 from radixkv.service.tools_parsing import parse
 from radixkv.service.tools_pieces import Answer
 
@@ -72,7 +72,7 @@ class Prompting:
                 f"the chat template {_REMEDY.format(what='tool_calls')}", param="messages"
             )
         return self._render(
-            messages,
+            with_objects(messages),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
             tools=[dict(tool) for tool in tools] if tools else None,
