@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from radixkv.service.engine.params import Usage
-from radixkv.service.http import diagnostics as module
-from radixkv.service.http.diagnostics import (
+from radixkv.service.http import past_prompts as module
+from radixkv.service.http.diagnostics import anthropic_diagnostics, openai_diagnostics
+from radixkv.service.http.past_prompts import (
     PromptMemory,
     PromptSections,
-    anthropic_diagnostics,
     compare,
-    openai_diagnostics,
     sections_of,
 )
 

@@ -28,10 +28,11 @@ from radixkv.service.http.anthropic_replies import (
 from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRequest, chat_of
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, send_events
-from radixkv.service.http.diagnostics import anthropic_diagnostics, sections_of
+from radixkv.service.http.diagnostics import anthropic_diagnostics
 from radixkv.service.http.explaining import AskedChat
 from radixkv.service.http.extras import PROMPTS, Extras
 from radixkv.service.http.messages import Message
+from radixkv.service.http.past_prompts import sections_of
 from radixkv.service.http.replies import radixkv_reply
 from radixkv.service.http.serving import SERVING
 from radixkv.service.http.sse import EventStream, encode_json, json_reply

@@ -23,7 +23,6 @@ from radixkv.service.http.cache_tree import cache_tree
 from radixkv.service.http.chat import chat_completions
 from radixkv.service.http.completions import completions
 from radixkv.service.http.dashboard import dashboard
-from radixkv.service.http.diagnostics import PromptMemory
 from radixkv.service.http.errors import errors_to_json
 from radixkv.service.http.extras import PROMPTS
 from radixkv.service.http.files import (
@@ -39,6 +38,7 @@ from radixkv.service.http.models import health, list_models, load, metrics, one_
 from radixkv.service.http.observe import add_headers, observing
 from radixkv.service.http.openapi import openapi
 from radixkv.service.http.pace import PACE, Pace
+from radixkv.service.http.past_prompts import PromptMemory
 from radixkv.service.http.pins import list_pins, pin, prewarm, unpin
 from radixkv.service.http.public import declare_public, list_public, withdraw_public
 from radixkv.service.http.serving import SERVING, Serving

@@ -14,13 +14,13 @@ from pydantic import Field, field_validator, model_validator
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.auth import caller_of
 from radixkv.service.http.body import read_body
-from radixkv.service.http.diagnostics import sections_of
 from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.explaining import AskedChat, record_of
 from radixkv.service.http.extras import PROMPTS
 from radixkv.service.http.fields import GenerationFields
 from radixkv.service.http.marks import CacheFields
 from radixkv.service.http.messages import ChatFields, Messages
+from radixkv.service.http.past_prompts import sections_of
 from radixkv.service.http.schema import Prompt, prompt_list
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.sse import json_reply

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from radixkv.service.engine.explaining import Explained
 from radixkv.service.engine.regions import PROMPT, Messages, Region, common_chars, region_at
 from radixkv.service.hints import Fork, Hint, find_hints
-from radixkv.service.http.diagnostics import Comparison
 from radixkv.service.http.explain_shapes import (
     DivergenceReply,
     ExplainRecord,
     RegionReply,
 )
+from radixkv.service.http.past_prompts import Comparison
 
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine

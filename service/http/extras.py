@@ -15,15 +15,10 @@ from typing_extensions import TypedDict
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.auth import caller_of
-from radixkv.service.http.diagnostics import (
-    OpenAIDiagnostics,
-    PromptMemory,
-    PromptSections,
-    openai_diagnostics,
-    sections_of,
-)
+from radixkv.service.http.diagnostics import OpenAIDiagnostics, openai_diagnostics
 from radixkv.service.http.explain_shapes import LookupReply
 from radixkv.service.http.explaining import AskedChat, record_of
+from radixkv.service.http.past_prompts import PromptMemory, PromptSections, sections_of
 from radixkv.service.http.replies import (
     ChatChunk,
     ChatReply,

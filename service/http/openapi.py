@@ -28,7 +28,7 @@ from radixkv.service.http.batches import BatchList, BatchReply, BatchRequest
 from radixkv.service.http.cache_api import CacheResetReply
 from radixkv.service.http.cache_events import DroppedReply, EventReply
 from radixkv.service.http.cache_explain import ExplainRequest
-from radixkv.service.http.cache_stats import CacheStatsReply
+from radixkv.service.http.cache_stats_shapes import CacheStatsReply
 from radixkv.service.http.cache_tree import MAX_DEPTH, MAX_NODES, TreeReply
 from radixkv.service.http.errors import ErrorReply
 from radixkv.service.http.explain_shapes import ExplainReply
