@@ -29,12 +29,7 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         changed = dict(message)
         if calls := changed.get("tool_calls"):
-            changed["tool_calls"] = [
-                {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}
-                if isinstance((function := call.get("function") or {}).get("arguments"), str)
-                else call
-                for call in calls
-            ]
+            changed["tool_calls"] = [_with_object(call) for call in calls]
         found.append(changed)
     return found
 
@@ -53,6 +48,13 @@ def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ]
         found.append(changed)
     return found
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    called = call.get("function") or {}
+    if not isinstance(called.get("arguments"), str):
+        return call
+    return {**call, "function": {**called, "arguments": _as_object(called["arguments"])}}
 
 
 def _as_object(arguments: str) -> object:

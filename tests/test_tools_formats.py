@@ -100,7 +100,10 @@ def test_arguments_are_shown_as_the_object_they_are_or_as_the_text() -> None:
 
 def test_a_chat_as_clients_keep_it_is_shown_with_objects() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call, {}]}]
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call, {}]},
+    ]
     user, assistant = with_objects(chat)
     assert user == chat[0]
     assert assistant["tool_calls"] == [shown_call("c", "f", '{"a": 1}'), {}]
