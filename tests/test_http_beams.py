@@ -142,6 +142,7 @@ def test_the_best_of_several_draws_are_answered(server: RunningServer) -> None:
         ({"stop": ["x"]}, "stop"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"presence_penalty": 1}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "grammar"),
         ({"n": 3, "beam_width": 2}, "n"),
         ({"beam_width": 2, "best_of": 3}, "beam_width"),
         ({"beam_width": 129}, "beam_width"),

@@ -76,8 +76,9 @@ class BeamParams:
         ):
             value = getattr(params, name)
             if value not in neutral:
+                what = "structured output" if name == "grammar" else name
                 raise InvalidRequest(
-                    f"{name} cannot be combined with beam search, which follows the model's own "
+                    f"{what} cannot be combined with beam search, which follows the model's own "
                     "probabilities to eos, a stop token or max_tokens; leave it out",
                     param=name,
                 )
