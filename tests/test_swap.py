@@ -309,17 +309,27 @@ def test_any_schedule_with_swapping_gives_the_answers_of_requests_run_alone(
             assert got == (wanted[: len(got)] if any(stream is s for _, s in doomed) else wanted)
 
 
-def test_a_real_model_says_the_same_when_it_was_swapped_out() -> None:
-    """Float32, so that the ids are exact: whole records go to the host and back."""
+PROMPTS = [prompt(40, i) for i in range(6)]
+ASK: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[LoadedModel, int, list[list[int]]]:
+    """A model, the bytes of a block of it, and its answers to PROMPTS where there is room."""
     model, tokenizer = tiny_models.build("llama")
     loaded = LoadedModel.from_model(model, tokenizer, name="tiny-llama")
-    prompts = [prompt(40, i) for i in range(6)]
-    ask: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
     with Engine(loaded, kv_memory="1MiB", prefix_cache=False) as roomy:
         per_block = 2**20 // roomy.stats().num_blocks
-        expected = [roomy.generate(ids, **ask).token_ids for ids in prompts]
+        return loaded, per_block, [roomy.generate(ids, **ASK).token_ids for ids in PROMPTS]
+
+
+def test_a_real_model_says_the_same_when_it_was_swapped_out(
+    real: tuple[LoadedModel, int, list[list[int]]],
+) -> None:
+    """Float32, so that the ids are exact: whole records go to the host and back."""
+    loaded, per_block, expected = real
     with Engine(loaded, kv_memory=16 * per_block, lookahead_tokens=0) as engine:
-        streams = [engine.stream_generate(ids, **ask) for ids in prompts]
+        streams = [engine.stream_generate(ids, **ASK) for ids in PROMPTS]
         assert [stream.result().token_ids for stream in streams] == expected
         stats = engine.stats()
         assert stats.preemptions["swap"] > 0
@@ -328,15 +338,11 @@ def test_a_real_model_says_the_same_when_it_was_swapped_out() -> None:
         assert engine.check() == []
 
 
-def test_a_request_that_is_cancelled_while_it_is_swapped_out_leaves_nothing_behind() -> None:
+def test_a_request_that_is_cancelled_while_it_is_swapped_out_leaves_nothing_behind(
+    real: tuple[LoadedModel, int, list[list[int]]],
+) -> None:
     """LEAK-1, with the real engine: blocks and host memory are free, the others unharmed."""
-    model, tokenizer = tiny_models.build("llama")
-    loaded = LoadedModel.from_model(model, tokenizer, name="tiny-llama")
-    prompts = [prompt(40, i) for i in range(6)]
-    ask: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    with Engine(loaded, kv_memory="1MiB", prefix_cache=False) as roomy:
-        per_block = 2**20 // roomy.stats().num_blocks
-        expected = [roomy.generate(ids, **ask).token_ids for ids in prompts]
+    loaded, per_block, expected = real
     with Engine(loaded, kv_memory=16 * per_block, lookahead_tokens=0) as engine:
         core = engine._core
 
@@ -347,7 +353,7 @@ def test_a_request_that_is_cancelled_while_it_is_swapped_out_leaves_nothing_behi
                 stream.abort()
             return out
 
-        streams = [engine.stream_generate(ids, **ask) for ids in prompts]
+        streams = [engine.stream_generate(ids, **ASK) for ids in PROMPTS]
         gone: list[Stream] = []
         while not gone:
             gone = core.call(cancel).result()  # between two steps, so that they are there
