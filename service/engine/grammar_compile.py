@@ -32,6 +32,8 @@ from radixkv.service.engine.grammar_vocab import Vocabulary
 from radixkv.service.engine.token_text import TokenText
 
 if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
     from radixkv.service.engine.loading import LoadedModel
 
 MAX_KEPT = 256
@@ -41,7 +43,7 @@ MAX_GBNF_CHARS = 16 * 1024
 """llama.cpp's notation is translated by Python, while other Python threads wait."""
 # Between members at most one space, or a new line with an indent: a weak model that may write any
 # white space is apt to write nothing else. A schema's own `x-guidance` goes first.
-_JSON = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
+_JSON: JsonCompileOptions = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
 _GBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 T = TypeVar("T")
 _STARTING = threading.Lock()
