@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +12,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from radixkv.service.http.replies import ChatReply, CompletionReply
+from tests.batch_cases import completion, write_lines
 from tests.http_server import RunningServer, running_server
+from tests.test_batch_run import run as run_batch
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TALK: Any = [{"role": "user", "content": "hello the world"}]
@@ -167,6 +170,17 @@ def test_what_cannot_be_combined_is_a_400_that_names_it(
     assert status == 400, reply
     wanted = "messages" if (param, path) == ("prompt", CHAT) else param
     assert (reply["error"]["param"] or "").startswith(wanted), json.dumps(reply)
+
+
+def test_lines_of_a_batch_may_search(server: RunningServer, tmp_path: Path) -> None:
+    """With batch work's share of the engine, and the same answers."""
+    search = {"use_beam_search": True, "best_of": 3, "n": 2, "max_tokens": 6}
+    lines = [completion("a", "the user", **search), completion("b", "hello", best_of=4, n=2)]
+    _, answers = run_batch(server.engine, write_lines(tmp_path / "in.jsonl", lines))
+    found = {line["custom_id"]: line["response"]["body"]["choices"] for line in answers}
+    wanted = server.engine.beam_search("the user", beam_width=3, n=2, max_tokens=6, ignore_eos=True)
+    assert [c["text"] for c in found["a"]] == [beam.text for beam in wanted.beams]
+    assert [c["index"] for c in found["b"]] == [0, 1]
 
 
 def test_neutral_values_change_nothing(server: RunningServer) -> None:
