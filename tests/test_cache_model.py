@@ -38,6 +38,7 @@ if_reserved = precondition(lambda self: self.world.pick(0, reserved=True))
 
 
 class CacheAgainstModel(RuleBasedStateMachine):
+    kind: type[World] = World
     world: World
 
     @initialize(
@@ -55,7 +56,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
         public: list[list[int]],
         history: list[list[int]],
     ) -> None:
-        self.world = World(block_size, num_blocks, MANY if many else PLAIN)
+        self.world = self.kind(block_size, num_blocks, MANY if many else PLAIN)
         for text in public if many else []:
             self.world.declare(text)
         for i, text in enumerate(history):

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import rule
 
 from radixkv.cache import PrefixCache
 from radixkv.errors import IdentityMismatch
@@ -17,7 +17,6 @@ from radixkv.identity.identity import CacheIdentity
 from radixkv.tokens import encode
 from tests.cache_runs import Clock, flood, fresh, identity, run
 from tests.cache_shares import Border, Path
-from tests.cache_truth import MANY, PLAIN
 from tests.cache_world import World
 from tests.test_cache_model import CacheAgainstModel, texts, whos
 
@@ -449,28 +448,8 @@ class ExplainedWorld(World):
 
 
 class ExplainAgainstModel(CacheAgainstModel):
+    kind = ExplainedWorld
     world: ExplainedWorld
-
-    @initialize(
-        block_size=st.sampled_from([1, 2, 3, 16]),
-        num_blocks=st.integers(3, 14),
-        many=st.booleans(),
-        public=st.lists(texts, max_size=2),
-        history=st.lists(texts, max_size=4),
-    )
-    def start(
-        self,
-        block_size: int,
-        num_blocks: int,
-        many: bool,
-        public: list[list[int]],
-        history: list[list[int]],
-    ) -> None:
-        self.world = ExplainedWorld(block_size, num_blocks, MANY if many else PLAIN)
-        for text in public if many else []:
-            self.world.declare(text)
-        for i, text in enumerate(history):
-            self.world.begin(i % 2, text, 4, tail=True)
 
     @rule(who=whos, text=texts, limit=st.none() | st.integers(0, 20), public=st.booleans())
     def explain(self, who: int, text: list[int], limit: int | None, public: bool) -> None:

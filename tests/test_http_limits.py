@@ -29,6 +29,17 @@ def complete(server: RunningServer, key: str, **fields: Any) -> tuple[int, dict[
     return server.ask("POST", "/v1/completions", ASK | fields, headers=bearer(key))
 
 
+def hold(client: openai.OpenAI) -> openai.Stream[Any]:
+    """Begin an answer that is long enough to run or wait until it is closed."""
+    return client.completions.create(
+        model="tiny",
+        prompt="the",
+        max_tokens=3000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+
+
 def error_of(answer: tuple[int, dict[str, str], Any]) -> dict[str, Any]:
     status, headers, body = answer
     assert status == 429, body
@@ -106,15 +117,7 @@ def test_the_cap_counts_ones_own_choices_and_one_tenants_flood_refuses_nobody_el
             held, refusals = [], []
             for _ in range(8):
                 try:
-                    held.append(
-                        client.completions.create(
-                            model="tiny",
-                            prompt="the",
-                            max_tokens=3000,
-                            stream=True,
-                            extra_body={"ignore_eos": True},
-                        )
-                    )
+                    held.append(hold(client))
                 except openai.RateLimitError as e:
                     refusals.append(e)
             assert len(held) == 4 and len(refusals) == 4, "its share of 12 by weight"
@@ -126,16 +129,7 @@ def test_the_cap_counts_ones_own_choices_and_one_tenants_flood_refuses_nobody_el
             assert quiet[0] == 200
 
         with server.client(keys["capped"]) as client:
-            held = [
-                client.completions.create(
-                    model="tiny",
-                    prompt="the",
-                    max_tokens=3000,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for _ in range(2)
-            ]
+            held = [hold(client) for _ in range(2)]
             error = error_of(complete(server, keys["capped"]))
             assert (error["limit"]["name"], error["limit"]["value"]) == ("max_queued", 1)
             answer = complete(server, keys["capped"], n=2, seed=1)
@@ -152,16 +146,7 @@ def test_a_full_server_does_not_tell_how_full_and_of_whom(tmp_path: Path) -> Non
     }
     with serving(tmp_path, tenants, max_num_seqs=1, max_queue=1) as (server, keys):
         with server.client(keys["loud"]) as client:
-            held = [
-                client.completions.create(
-                    model="tiny",
-                    prompt="the",
-                    max_tokens=3000,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for _ in range(2)
-            ]
+            held = [hold(client) for _ in range(2)]
             status, headers, body = complete(server, keys["quiet"])
             for stream in held:
                 stream.close()
