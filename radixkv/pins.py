@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, TypeVar
 
-from radixkv.accounts import Account
+from radixkv import pin_audit
 from radixkv.identity.identity import CacheIdentity
 from radixkv.lease import Lease
 from radixkv.nodes import Node
@@ -335,40 +335,7 @@ class Pins:
 
     def check(self) -> builtins.list[str]:
         """Return each broken invariant in words. O(blocks pinned)."""
-        wrong = []
-        blocks, blocks_of, accounts = (
-            BlockCounts(),
-            dict[str, BlockCounts](),
-            dict[Account | None, int](),
-        )
-        queued = set(self._queue)
-        for held in self._held.values():
-            if held.lease is None or held.lease.released or held.lease not in self._cache._live:
-                wrong.append(f"{held.id} holds nothing")
-                continue
-            blocks_of.setdefault(held.owner, BlockCounts()).add(held.blocks())
-            public = self._cache.accounts.of(None)
-            for account, part in (
-                (held.account, held.blocks()[held.public :]),
-                (public, held.blocks()[: held.public]),
-            ):
-                accounts[account] = accounts.get(account, 0) + blocks.add(part)
-            if held.expires_at is not None and (held.due, held.id) not in queued:
-                wrong.append(f"{held.id} will never expire")
-            tail = held.tail(self._cache.tree.stride)
-            if tail is not None and held.id not in self._on_tail.get(tail, {}):
-                wrong.append(f"{held.id} would not notice that its tail is replaced")
-        if blocks != self._blocks or blocks_of != self._blocks_of:
-            wrong.append("the blocks that pins hold are counted wrongly")
-        for account in self._cache.accounts:
-            if account.pinned != accounts.get(account, 0):
-                wrong.append(f"{account.pinned} blocks of {account.tenant!r} are pinned by count")
-        if sum(map(len, self._prefixes.values())) != len(self._held):
-            wrong.append("the pins are not found by their prefixes")
-        for index in (self._of_owner, self.identities):
-            if sorted(key for group in index.values() for key in group) != sorted(self._held):
-                wrong.append("the pins are not found by owner and identity as they are by id")
-        return wrong
+        return pin_audit.check(self)
 
 
 def _remove(index: MutableMapping[K, dict[str, Held]], key: K, held: Held) -> None:
