@@ -1,6 +1,7 @@
 """The engine as a library: load a model, ask it things, look into its cache.
 
-The public face of the engine thread; may be used from threads and from coroutines.
+The public face of the engine thread; may be used from threads and from coroutines. Here it is built
+and takes requests; how else it is asked and managed, managing.py and what that builds on say.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,29 +23,27 @@ from radixkv.config import EngineConfig
 from radixkv.errors import InvalidRequest
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.adapters import Adapter, Adapters, read_settings
-from radixkv.service.engine.beams_asking import BeamAsking
 from radixkv.service.engine.building import kv_dtype_of, model_of, runner_of, settings_of
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
+from radixkv.service.engine.choices import Choices
 from radixkv.service.engine.core import EngineCore
-from radixkv.service.engine.counters import EngineStats
 from radixkv.service.engine.detokenize import TokenText
-from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.gate import Gate
 from radixkv.service.engine.grammar_compile import Grammars, vocabulary_of
 from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.keeping import Keeper
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.logprobs import PromptLogprobs
+from radixkv.service.engine.managing import Managing
 from radixkv.service.engine.origin import LOCAL, Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.pin_view import PinView
 from radixkv.service.engine.prompting import Prompting
-from radixkv.service.engine.public_prompts import PublicPrompts, chat_prefix, public
+from radixkv.service.engine.public_prompts import PublicPrompts, public
 from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.request import Sequence as Choice
-from radixkv.service.engine.sampling import ChoiceSampler, Prompt
-from radixkv.service.engine.stopping import ChoiceStream
+from radixkv.service.engine.sampling import Prompt
 from radixkv.service.engine.stream import Stream
 from radixkv.service.session import Session, open_session
 from radixkv.service.session_hold import Holds
@@ -55,7 +52,7 @@ from radixkv.service.session_text import ChatWriter, Message, PlainWriter, Write
 log = logging.getLogger("radixkv.engine")
 
 
-class Engine(BeamAsking):
+class Engine(Managing):
     """A model, its paged KV pool and its prefix cache, served by one thread.
 
     >>> with Engine("smollm2", kv_memory="512MiB") as engine:            # doctest: +SKIP
@@ -101,6 +98,7 @@ class Engine(BeamAsking):
         )
         self.token_text.prepare()  # now, not under the first request
         self.grammars = Grammars(partial(vocabulary_of, self._model, self.token_text))
+        self._make_choice = Choices(self._model, self.token_text)
         cache = PrefixCache(
             self._capacity.num_blocks,
             self.config.block_size,
@@ -262,125 +260,6 @@ class Engine(BeamAsking):
             sampling=sampling,
         )
 
-    # ---- looking in, changing, ending -----------------------------------------------------------
-
-    def stats(self) -> EngineStats:
-        """Read the counters as of the last step; never waits."""
-        return self._core.stats
-
-    def adapters_asked(self) -> tuple[set[str], set[str]]:
-        """Names of the adapters that requests run with now, and wait for; never waits."""
-        asked = [r for r in self._core.in_flight() if r.origin.adapter is not None]
-        running = {r.origin.adapter or "" for r in asked if r.stream.admitted_s is not None}
-        return running, {r.origin.adapter or "" for r in asked if r.stream.admitted_s is None}
-
-    def check(self) -> list[str]:
-        """Prove the accounting, between two steps: broken invariants in words, [] when sound."""
-
-        return self._core.call(self._core.check).result()
-
-    def warm_up(self) -> None:
-        """Pay for buffers and threads now, before anybody asks: leaves no blocks and no counts.
-
-        For a fresh engine: it forgets the cache and begins the counters again.
-        """
-        self.grammars.prepare()
-        length = min(32, self.max_model_len - 2)
-        if length < 1:
-            return
-        self.generate([0] * length, max_tokens=2, ignore_eos=True, temperature=0.0, salt="warm-up")
-
-        def forget() -> None:
-            self._core.cache.reset()
-            self._core.clear_counters()
-
-        self._core.call(forget).result()
-
-    def share_system_prompts(self, texts: Sequence[str]) -> None:
-        """Let all tenants share each of these system prompts, and compute them now; leaves no
-        counts. Raises InvalidRequest where the template or the pool has no room for one."""
-        for text in texts:
-            ids = chat_prefix(self.render, [{"role": "system", "content": text}])
-            self.public.declare(ids)
-            self.generate(ids, max_tokens=1, ignore_eos=True, temperature=0.0, salt="public")
-        self._core.call(self._core.clear_counters).result()
-
-    def set_tenant_share(self, tenant: str, share: TenantShare) -> None:
-        """Give ``tenant`` (``Origin.tenant``) a weight and limits, for what is submitted from now
-        on and for what waits. Never blocks; takes effect within one step."""
-        self._gate.set_share(tenant, share)
-        self._core.set_tenant(tenant, share)
-
-    def set_cache_shares(self, shares: Mapping[str, tuple[int | None, int]]) -> Future[None]:
-        """Set (quota, floor) in blocks of the cache for each tenant named, all at once; does not
-        wait. The future raises InvalidConfig if the floors exceed the pool beside those of others.
-        """
-
-        def set_all() -> None:
-            for tenant in shares:  # or a floor that grows would meet one that is yet to shrink
-                self._core.cache.set_share(tenant)
-            for tenant, (quota, floor) in shares.items():
-                self._core.cache.set_share(tenant, quota=quota, floor=floor)
-
-        return self._core.call(set_all)
-
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace weights in place, between two steps; cached KV of the old ones is not used again.
-
-        Running requests go on with the KV they have (ADMIN-2) and publish nothing more. The new
-        identity follows from the new weights' contents, so going back finds the old blocks again.
-        Raises InvalidRequest if a name or shape does not fit; then nothing has changed.
-        """
-
-        def swap() -> None:
-            state = self._model.model.state_dict()
-            for name, tensor in weights.items():
-                if name not in state or state[name].shape != tensor.shape:
-                    wanted = tuple(state[name].shape) if name in state else "no such weight"
-                    raise InvalidRequest(
-                        f"weight {name!r} has shape {tuple(tensor.shape)}; wanted {wanted}"
-                    )
-            with torch.no_grad():
-                for name, tensor in weights.items():
-                    state[name].copy_(tensor)
-            self._model.weights_changed()
-            self._core.weights_changed()
-
-        self._core.call(swap).result()
-
-    def load_adapter(self, name: str, path: Path | str, *, scale: float = 1.0) -> Adapter:
-        """Load a LoRA adapter from a directory of PEFT, to be asked for as ``adapter=name``.
-
-        ``scale`` multiplies its own. One that had the name is replaced; requests that run or wait
-        under it end as they began (ADMIN-2). Raises NotFound or InvalidAdapter, with the reason.
-        """
-        return self.adapters.load(name, path, scale=scale)
-
-    def unload_adapter(self, name: str) -> Adapter:
-        """Serve an adapter no more; running requests keep it. Raises AdapterNotFound."""
-        return self.adapters.unload(name)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Take no new requests and wait for the rest; True if all ended in time."""
-        self._gate.close()
-        return self._gate.wait_until_empty(timeout_s, unless=lambda: not self.alive)
-
-    def close(self) -> None:
-        """End the engine thread; what still runs gets an EngineDead. Idempotent."""
-        self._gate.close()
-        self._core.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     # ---- inside ---------------------------------------------------------------------------------
 
     def _identity(self, origin: Origin) -> CacheIdentity:
@@ -394,28 +273,6 @@ class Engine(BeamAsking):
             kv_dtype=kv_dtype_of(self.config),
             adapter=None if adapter is None else adapter.digest,
         )
-
-    def _make_choice(self, request: Request, index: int) -> tuple[ChoiceSampler, ChoiceStream]:
-        if index == 0 and request.first_choice is not None:
-            return request.first_choice
-        eos = self._model.eos_token_ids
-        sampler = ChoiceSampler(
-            request.params,
-            index=index,
-            prompt_ids=request.sampling_prompt,
-            vocab_size=self.vocab_size,
-            eos_token_ids=eos,
-            entropy=request.entropy,
-            grammar=request.grammar,
-        )
-        output = ChoiceStream(
-            index,
-            request.params,
-            self.token_text,
-            eos_token_ids=eos,
-            max_tokens=request.max_tokens,
-        )
-        return sampler, output
 
 
 def _share_prompt(then: Callable[[], None], first: Choice) -> None:
