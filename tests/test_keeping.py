@@ -110,7 +110,7 @@ def test_what_gone_weights_computed_is_not_pinned(may_publish: bool) -> None:
     keeper = Keeper(rig.cache, Capacity(64, rig.cache.block_size, 160, pinnable_blocks=16))
     stream = rig.submit(range(50), max_tokens=2)
     rig.turn()
-    (request,) = rig.core._requests.values()
+    (request,) = rig.core.in_flight()
     request.on_prompt = partial(keeper.prompt_computed, [Keep(50)])
     request.may_publish = may_publish
     while not stream.finished:

@@ -1,7 +1,8 @@
 """The engine thread: takes requests and commands, runs one step after another, hands out tokens.
 
 One thread owns the model, the pool and the cache, so none of them needs a lock. Everything else
-talks to it through an inbox; what it says goes out through each request's Stream.
+talks to it through an inbox; what it says goes out through each request's Stream. What becomes of a
+request answering.py knows, what is counted and proved books.py.
 
 A step:  inbox -> schedule -> forward -> commit + publish -> draw -> deltas -> outbox.
 """
@@ -18,17 +19,17 @@ from typing import Protocol, TypeVar
 import torch
 
 from radixkv.cache import PrefixCache
-from radixkv.errors import EngineDead, NeverFits, RadixKVError
+from radixkv.errors import EngineDead, NeverFits
 from radixkv.service.engine.admission import blocks_for
+from radixkv.service.engine.answering import Answering
 from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.beams_steps import BeamSteps
-from radixkv.service.engine.best import best_of, whole
-from radixkv.service.engine.counters import Counters, EngineStats, TenantStats
+from radixkv.service.engine.books import Books
+from radixkv.service.engine.counters import Counters, EngineStats
 from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.inbox import Inbox
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.packing import pack
-from radixkv.service.engine.params import Choice, Delta, Usage
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
 from radixkv.service.engine.scheduler import Scheduler
@@ -85,20 +86,21 @@ class EngineCore:
         )
         cache.pins.on_expired = self.counters.observer.expired
         self.failure: BaseException | None = None
-        self._make_choice = make_choice
+        self._outbox = Outbox()
+        self._answering = Answering(
+            self.scheduler, self.counters, self._outbox, make_choice=make_choice
+        )
         self._beams = BeamSteps(
             self.scheduler,
             self.counters,
             make_choice=make_choice,
-            end=self._end_whole,
-            fail=self._fail,
+            end=self._answering.end_whole,
+            fail=self._answering.fail,
         )
-        self._requests: dict[Stream, Request] = {}  # admitted to the scheduler and not finished
-        self._outbox = Outbox()
         self._inbox = Inbox()
         self._dead = False  # no step is made any more
-        self._by_tenant: dict[str, TenantStats] = {}
-        self.stats: EngineStats = self._snapshot()
+        self._books = Books(cache, self.scheduler, self.counters, self.swapper)
+        self.stats: EngineStats = self._books.snapshot()
         self._thread = threading.Thread(target=self._run, name="radixkv-engine", daemon=True)
 
     # ---- called from any thread -----------------------------------------------------------------
@@ -118,7 +120,7 @@ class EngineCore:
 
     def abort(self, stream: Stream) -> None:
         """Drop a request within one step, wherever it is."""
-        self._send(lambda: self._end(stream, "abort"))
+        self._send(lambda: self._answering.abort(stream))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` on the engine thread between two steps."""
@@ -144,7 +146,7 @@ class EngineCore:
 
     def note_refused(self, origin: Origin) -> None:
         """A request was refused for a full queue; the counts show it within one step."""
-        self._send(lambda: self._count_refused(origin))
+        self._send(lambda: self._books.count_refused(origin))
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what runs and end the thread; idempotent."""
@@ -187,9 +189,9 @@ class EngineCore:
         if not self.scheduler.idle:
             self.step()
             if self.scheduler.idle:
-                self._check_at_rest()
+                self._books.check_at_rest()
         self.counters.observer.step(self.cache, idle=self.scheduler.idle)
-        self.stats = self._snapshot()
+        self.stats = self._books.snapshot()
         self._outbox.flush()
 
     def step(self) -> None:
@@ -199,7 +201,7 @@ class EngineCore:
             request = seq.request
             need = blocks_for(seq.num_tokens, self.cache.block_size)
             room = self.cache.available_to(request.identity.namespace.tenant)
-            self._fail(request, NeverFits(need_blocks=need, capacity_blocks=room))
+            self._answering.fail(request, NeverFits(need_blocks=need, capacity_blocks=room))
         self.scheduler.hopeless.clear()
         if not planned:
             return
@@ -237,7 +239,7 @@ class EngineCore:
                 rows.append(row - 1)
                 drawing.append(seq)
                 if not request.forked:
-                    for choice in self._fork(request):
+                    for choice in self._answering.fork(request):
                         rows.append(row - 1)
                         drawing.append(choice)
         tokens: list[SampledToken] = []
@@ -252,210 +254,41 @@ class EngineCore:
                 ended=bool(drawing or beams),
             )
         for seq, token in zip(drawing, tokens, strict=True):
-            self._advance(seq, token)
+            self._answering.advance(seq, token)
         if beams:
             self._beams.take(logits, beams, works)
 
     def _add(self, request: Request) -> None:
-        self._requests[request.stream] = request
-        self.counters.requests += 1
+        self._answering.take(request)
         if self._dead:
-            self._fail(request, self._death())
+            self._answering.fail(request, self._death())
             return
-        request.identity = request.identify()
-        request.sequences.append(self._choice(request, 0))
+        self._answering.begin(request)
         self._beams.begin(request)
         self.scheduler.add(request.sequences[0])
 
-    def _count_refused(self, origin: Origin) -> None:
-        self.counters.rejected += 1
-        account = self.scheduler.fairness.account(origin.tenant, origin.batch)
-        account.rejected += 1
-        self.scheduler.fairness.changed.add(account)
-
-    def _choice(self, request: Request, index: int) -> Sequence:
-        sampler, output = self._make_choice(request, index)
-        return Sequence(
-            request,
-            index,
-            sampler,
-            output,
-            tokens=bytearray(request.prompt_bytes),
-            ids=list(request.prompt_ids),
-        )
-
-    def _fork(self, request: Request) -> list[Sequence]:
-        if request.on_prompt is not None:
-            request.on_prompt(request.sequences[0])
-        born = [self._choice(request, i) for i in range(1, request.params.num_sequences)]
-        self.scheduler.fork(request, born)
-        return born
-
-    def _advance(self, seq: Sequence, token: SampledToken) -> None:
-        """Give ``seq`` its next token and its consumer what can be said of it."""
-        request, stream = seq.request, seq.request.stream
-        if token.error is not None:
-            error = token.error
-            self._fail(request, RadixKVError(error) if isinstance(error, str) else error)
-        if stream.finished:  # failed, perhaps through a sibling in this very step
-            return
-        seq.append(token.token_id)
-        request.completion_tokens += 1
-        request.account.generation_tokens += 1
-        self.counters.generation_tokens += 1
-        if stream.first_token_s is None:
-            stream.first_token_s = time.monotonic()
-        self._update_usage(request)
-        delta = seq.output.push(token)
-        if request.params.selects:
-            assert token.logprob is not None, "drawn for a request that selects"
-            seq.total += token.logprob
-            delta = None  # it may not be among those that are returned
-        if seq.output.finished:
-            self.scheduler.finish(seq)
-            self._close_choice(seq)
-        if delta is not None:
-            self._outbox.put(stream, delta)
-
-    def _close_choice(self, seq: Sequence) -> None:
-        """Record a finished choice; with the last one the request is over."""
-        request, choice = seq.request, seq.output.choice()
-        if request.params.selects:
-            request.drawn.append((seq, choice))
-            if not request.sequences:
-                self._end_whole(request, best_of(request))
-            return
-        request.stream._choices[seq.index] = choice
-        if request.on_choice is not None:
-            request.on_choice(seq)
-        if not request.sequences:
-            self.counters.finished[choice.finish_reason] += 1
-            self._forget(request)
-
-    def _end_whole(self, request: Request, choices: list[Choice]) -> None:
-        """A request is over that says nothing before its end."""
-        self.counters.finished[choices[0].finish_reason] += 1
-        for choice in choices:
-            request.stream._choices[choice.index] = choice
-        self._forget(request)
-        for choice in choices:
-            self._outbox.put(request.stream, whole(choice))
-
-    def _end(self, stream: Stream, reason: str) -> None:
-        """Abort: every choice that is not finished ends here and its blocks are let go."""
-        request = self._requests.get(stream)
-        if request is None:  # it has ended by itself in the meantime
-            return
-        for seq in list(request.sequences):
-            self.scheduler.finish(seq, publish=request.beams is None)
-            if request.beams is not None or request.params.selects:
-                continue
-            self._finish_output(request, seq.output, seq.index)
-            if request.on_choice is not None:
-                request.on_choice(seq)
-        for index in range(request.params.n):
-            if index not in stream._choices:  # never born, or not selected
-                self._finish_output(request, self._make_choice(request, index)[1], index)
-        self.counters.finished[reason] += 1
-        self._forget(request)
-
-    def _finish_output(self, request: Request, output: ChoiceStream, index: int) -> None:
-        delta: Delta = output.end("abort")
-        request.stream._choices[index] = output.choice()
-        self._outbox.put(request.stream, delta)
-
-    def _fail(self, request: Request, error: BaseException) -> None:
-        """One request cannot go on; the others do."""
-        if request.stream.finished:
-            return
-        for seq in list(request.sequences):
-            self.scheduler.finish(seq, publish=False)
-        self.counters.failed += 1
-        self._forget(request)
-        self._outbox.put(request.stream, error)
-
-    def _forget(self, request: Request) -> None:
-        self._update_usage(request)
-        self.counters.observer.finished(request)
-        request.stream._finish()
-        self._requests.pop(request.stream, None)
-
-    def _update_usage(self, request: Request) -> None:
-        request.stream.usage = Usage(
-            len(request.prompt_ids), request.completion_tokens, request.cached_tokens or 0
-        )
-
-    def _check_at_rest(self) -> None:
-        """With nothing running every block must be free, cached or pinned; O(1)."""
-        stats, pinned = self.cache.stats(), self.cache.pins.num_blocks
-        if self.swapper is not None and self.swapper.pool.used_bytes:
-            self.report([f"at rest {self.swapper.pool.used_bytes} bytes of host memory are taken"])
-        if stats.free_blocks + stats.evictable_blocks + pinned != stats.num_blocks:
-            self.report(
-                [
-                    f"at rest {stats.free_blocks} blocks are free, {stats.evictable_blocks} cached "
-                    f"and {pinned} pinned, of {stats.num_blocks}"
-                ]
-            )
+    def _bury(self) -> None:
+        """Tell everybody who still waits; the thread is about to end."""
+        self._dead = True
+        self._inbox.read()
+        self._answering.abandon(self._death)
+        self._outbox.flush()
 
     def weights_changed(self) -> None:
         """What the running requests have computed belongs to no identity from now on (ADMIN-2).
 
         Those that hold nothing start with the new weights, and so under their identity.
         """
-        for request in self._requests.values():
-            request.may_publish = all(seq.table is None for seq in request.sequences)
-            if request.may_publish:
-                request.identity = request.identify()
-                self.scheduler.forget_saved(request)
-
-    def report(self, violations: list[str]) -> None:
-        """A broken invariant is counted and logged; it does not stop the service (LEAK-2)."""
-        self.counters.violations += len(violations)
-        for line in violations:
-            log.error("broken invariant: %s", line)
-
-    def _snapshot(self) -> EngineStats:
-        scheduler = self.scheduler
-        changed = scheduler.settle()
-        if changed:
-            shown = self._by_tenant.copy()  # who has the last snapshot keeps it as it was
-            for tenant in changed:
-                shown[tenant] = TenantStats.of(scheduler.fairness.of(tenant))
-            self._by_tenant = shown
-        host = self.swapper.pool if self.swapper is not None else None
-        return self.counters.snapshot(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            cache=self.cache.stats(),
-            pinned_blocks=self.cache.pins.num_blocks,
-            by_tenant=self._by_tenant,
-            swap_used_bytes=0 if host is None else host.used_bytes,
-            swap_capacity_bytes=0 if host is None else host.capacity_bytes,
-        )
+        self._answering.weights_changed()
 
     def in_flight(self) -> list[Request]:
         """Return the requests that were submitted and are not over. From any thread."""
-        return [*self._requests.values()]
+        return self._answering.in_flight()
 
     def clear_counters(self) -> None:
         """Begin again from 0, as if nothing had been asked yet. For an engine at rest."""
-        self.cache.clear_counters()
-        self.counters.clear()
-        self.scheduler.fairness.clear()
-        self._by_tenant = {}
+        self._books.clear()
 
     def check(self) -> list[str]:
         """Return each broken invariant in words, and count and log it. O(blocks)."""
-        found = self.cache.check() + self.scheduler.check()
-        self.report(found)
-        return found
-
-    def _bury(self) -> None:
-        """Tell everybody who still waits; the thread is about to end."""
-        self._dead = True
-        self._inbox.read()
-        for request in list(self._requests.values()):
-            self._forget(request)
-            self._outbox.put(request.stream, self._death())
-        self._outbox.flush()
+        return self._books.check()
