@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from radixkv.config import EngineConfig, ServerConfig
     from radixkv.errors import RadixKVError
     from radixkv.identity.identity import CacheIdentity, Namespace
+    from radixkv.service.engine.beams import BeamParams
+    from radixkv.service.engine.beams_asking import BeamResult
     from radixkv.service.engine.engine import Engine
+    from radixkv.service.engine.grammar import GrammarSpec
     from radixkv.service.engine.loading import LoadedModel
     from radixkv.service.engine.params import Delta, Generation, SamplingParams
     from radixkv.service.hf_cache import TransformersPrefixCache
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BeamParams": "radixkv.service.engine.beams",
+    "BeamResult": "radixkv.service.engine.beams_asking",
     "BlockTable": "radixkv.table",
     "CacheIdentity": "radixkv.identity.identity",
     "CacheStats": "radixkv.stats",
@@ -34,6 +39,7 @@ _HOME = {
     "Engine": "radixkv.service.engine.engine",
     "EngineConfig": "radixkv.config",
     "Generation": "radixkv.service.engine.params",
+    "GrammarSpec": "radixkv.service.engine.grammar",
     "LoadedModel": "radixkv.service.engine.loading",
     "Namespace": "radixkv.identity.identity",
     "PrefixCache": "radixkv.cache",
@@ -48,6 +54,8 @@ _HOME = {
 }
 
 __all__ = [
+    "BeamParams",
+    "BeamResult",
     "BlockTable",
     "CacheIdentity",
     "CacheStats",
@@ -55,6 +63,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Generation",
+    "GrammarSpec",
     "LoadedModel",
     "Namespace",
     "PrefixCache",

@@ -7,11 +7,12 @@ becomes tokens (session_text.py) or of how blocks are held (session_hold.py).
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixkv.errors import ContextTooLong, InvalidRequest
 from radixkv.service.engine.grammar import take_grammar
@@ -76,6 +77,9 @@ class Session:
     earlier answer otherwise than it was generated (Qwen3 and DeepSeek-R1 leave out what was
     thought, some strip spaces), the chat is what the template says: that answer is tokenized anew,
     and what comes before it is still a hit.
+
+    *A copy is a fork*: ``copy.copy`` and ``copy.deepcopy`` do what ``branch`` does, for whatever
+    holds KV must be counted. It belongs to this process and cannot be pickled.
 
     May be used from any thread and from coroutines; nothing waits but reading a reply and, for the
     end of a step, ``cached_tokens`` and ``lease``. One reply at a time: fork to ask more at once.
@@ -161,6 +165,7 @@ class Session:
         Each is to be closed by itself. If this session has a seed, each fork gets one of its own,
         drawn from that and from which fork it is: else all would answer the same.
         """
+        n = _whole("n", n)
         if n < 1:
             raise InvalidRequest(f"fork({n}); wanted 1 or more", param="n")
         with self._setting.holds.lock:
@@ -177,7 +182,7 @@ class Session:
         What came after is let go, unless a fork holds it. Never waits. Raises InvalidRequest if
         there is no such turn or a reply is open.
         """
-        holds = self._setting.holds
+        turn, holds = _whole("turn", turn), self._setting.holds
         with holds.lock:
             self._expect_open("rewind")
             if self._sending or self._reply is not None:
@@ -258,6 +263,18 @@ class Session:
         state = "closed, " if self._closed else ""
         return f"<Session: {state}{self._at.number} turns, {len(self._at.transcript.ids)} tokens>"
 
+    def __copy__(self) -> Session:
+        return self.branch()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        return self.branch()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a session belongs to its engine and cannot be pickled: fork() it to have another in "
+            "this process; to go on elsewhere, keep its messages"
+        )
+
     def __enter__(self) -> Session:
         return self
 
@@ -330,9 +347,9 @@ def open_session(
 ) -> Session:
     """Begin a session; ``sampling`` are fields of SamplingParams and of Origin. Raises
     InvalidRequest for what is none of them, or out of range."""
-    if ttl_s is not None and not ttl_s > 0:
+    if ttl_s is not None and (not isinstance(ttl_s, int | float) or not ttl_s > 0):
         raise InvalidRequest(f"ttl_s is {ttl_s!r}; wanted more than 0 seconds, or None")
-    if budget_blocks is not None and budget_blocks < 0:
+    if budget_blocks is not None and _whole("budget_blocks", budget_blocks) < 0:
         raise InvalidRequest(f"budget_blocks is {budget_blocks!r}; wanted 0 or more, or None")
     fields = dict(sampling)
     origin = take_origin(fields)
@@ -344,6 +361,16 @@ def open_session(
     setting = Setting(engine, holds, writer, origin, fields)
     hold = Hold(origin.tenant, ttl_s, budget_blocks)
     return Session(setting, Snapshot(Transcript(tuple(messages))), hold, seed)
+
+
+def _whole(name: str, value: object) -> int:
+    """Return a whole number as an int, NumPy's too; raises InvalidRequest for anything else."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]  # that is what is found out
+        except TypeError:
+            pass
+    raise InvalidRequest(f"{name} is {value!r:.100}; wanted a whole number", param=name)
 
 
 def _params(fields: Mapping[str, Any]) -> SamplingParams:

@@ -20,6 +20,7 @@ comes before stays as it is. So the ids always say what the template says.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -195,7 +196,12 @@ class PlainWriter:
             else:
                 ids = tuple(self._prompting.tokenize(content))
             return Transcript((), (*before.pieces, Piece(ids, content)))
-        ids = tuple(int(token) for token in content)
+        try:
+            ids = tuple(map(operator.index, content))
+        except TypeError:
+            raise InvalidRequest(
+                f"a send of {type(content).__name__}; wanted text or token ids", param=self.param
+            ) from None
         if ids:
             self._prompting.check_ids(ids, self.param)
         return Transcript((), (*before.pieces, Piece(ids, self._joiner.said(ids))))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 import radixkv
-from radixkv import Engine
+from radixkv import Engine, Session
 from radixkv.errors import AdapterNotFound, ContextTooLong, EngineDead, InvalidRequest
 from radixkv.kernels.native import unavailable_reason
 from tests.adapter_cases import save_adapter
@@ -34,6 +37,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 def test_the_names_a_user_needs_are_at_the_front_door() -> None:
     assert {"Session", "SessionLease", "Reply", "Turn"} <= set(radixkv.__all__)
+    assert {"BeamParams", "BeamResult", "GrammarSpec"} <= set(radixkv.__all__)
     assert all(hasattr(radixkv, name) for name in radixkv.__all__)
 
 
@@ -215,6 +219,69 @@ def test_rewinding_goes_back_and_what_was_there_is_still_a_hit(engine: Engine) -
         assert engine.tokenizer.decode(s.tokens) == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
 
 
+def test_a_copy_is_a_fork_whose_end_leaves_the_original_what_it_holds(engine: Engine) -> None:
+    with engine.session(system=SYSTEM, **GREEDY) as s:
+        s.send("hello").result()
+        held, tokens = s.lease, s.tokens
+        for make in (copy.copy, copy.deepcopy):
+            twin = make(s)
+            assert twin is not s and twin.tokens == tokens and twin.lease.tokens == held.tokens
+            twin.send("more").result()
+            assert len(twin.turns) == 2 and len(s.turns) == 1
+            del twin
+            gc.collect()
+            flood(engine)
+            assert s.lease.tokens == held.tokens > 0, "the copy's end is not the original's"
+        assert s.send("and").result().cached_tokens >= held.tokens
+        with pytest.raises(TypeError, match=r"cannot be pickled: fork\(\)"):
+            pickle.dumps(s)
+
+
+@pytest.mark.parametrize(
+    ("param", "wrong"),
+    [
+        ("turn", lambda s: s.rewind(None)),
+        ("turn", lambda s: s.rewind(1.0)),
+        ("n", lambda s: s.fork("2")),
+        ("n", lambda s: s.fork(True)),
+        ("temperature", lambda s: s.send("a", temperature="a")),
+        ("max_tokens", lambda s: s.send("a", max_tokens="5")),
+        ("seed", lambda s: s.send("a", seed=1.5)),
+        ("stop", lambda s: s.send("a", stop=5)),
+        ("stop", lambda s: s.send("a", stop=[5])),
+        ("logit_bias", lambda s: s.send("a", logit_bias=[1])),
+        ("beams", lambda s: s.send("a", beams=3)),
+        ("messages", lambda s: s.send(5)),
+        (None, lambda s: s.send("a", regex=5)),
+        (None, lambda s: s.send("a", choice=5)),
+    ],
+)
+def test_a_wrong_type_is_refused_in_words_and_changes_nothing(
+    engine: Engine, param: str | None, wrong: Callable[[Session], object]
+) -> None:
+    with engine.session(system=SYSTEM, **GREEDY) as s:
+        s.send("hello").result()
+        with pytest.raises(InvalidRequest, match="wanted|no list") as refused:
+            wrong(s)
+        assert refused.value.param == param
+        assert len(s.turns) == 1 and s.send("on").result().number == 2
+
+
+@pytest.mark.parametrize(
+    "given", [{"ttl_s": "a"}, {"budget_blocks": "a"}, {"priority": "a"}, {"salt": 5}]
+)
+def test_a_session_of_wrong_types_is_not_begun(engine: Engine, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{next(iter(given))} is .*wanted"):
+        engine.session(**given)
+
+
+def test_ids_that_are_none_are_refused(engine: Engine) -> None:
+    with engine.session(template=False, **GREEDY) as s:
+        for wrong in (None, 5, [1.5]):
+            with pytest.raises(InvalidRequest, match="wanted text or token ids"):
+                s.send(wrong)
+
+
 @pytest.mark.parametrize("turn", [2, -2, 99])
 def test_a_turn_that_is_not_there_cannot_be_gone_back_to(engine: Engine, turn: int) -> None:
     with engine.session(**GREEDY) as s:
@@ -323,7 +390,8 @@ def test_what_an_answer_must_look_like_holds_for_a_send_or_for_the_session(
 
 
 def test_tools_that_the_template_does_not_show_are_refused_at_once(engine: Engine) -> None:
-    with pytest.raises(InvalidRequest, match="no place for tools"):
+    remedy = r"no place for tools.*--chat-template FILE.*Engine\(chat_template=FILE\)"
+    with pytest.raises(InvalidRequest, match=remedy):
         engine.session(tools=[{"type": "function", "function": {"name": "look"}}])
 
 

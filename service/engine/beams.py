@@ -45,7 +45,12 @@ class BeamParams:
         whole = isinstance(self.width, int) and not isinstance(self.width, bool)
         need(whole and 1 <= self.width <= MAX_WIDTH, "width", f"1 to {MAX_WIDTH}")
         limit = MAX_LENGTH_PENALTY
-        need(-limit <= self.length_penalty <= limit, "length_penalty", f"{-limit:g} to {limit:g}")
+        number = isinstance(self.length_penalty, int | float)
+        need(
+            number and -limit <= self.length_penalty <= limit,
+            "length_penalty",
+            f"{-limit:g} to {limit:g}",
+        )
         valid = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         need(valid, "early_stopping", 'true, false or "never"')
 

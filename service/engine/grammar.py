@@ -7,7 +7,7 @@ grammar_masks.py's affair.
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -42,6 +42,8 @@ class GrammarSpec:
         if self.kind not in get_args(GrammarKind):
             known = ", ".join(get_args(GrammarKind))
             raise InvalidRequest(f"grammar kind is {self.kind!r}; wanted one of {known}")
+        if not isinstance(self.source, str):
+            raise InvalidRequest(f"{self.kind} is {self.source!r:.100}; wanted text")
         most = MAX_WORD_CHARS if self.kind == "regex" else MAX_SOURCE_CHARS
         if len(self.source) > most:
             raise InvalidRequest(
@@ -78,7 +80,8 @@ class GrammarSpec:
     @classmethod
     def choice(cls, options: Sequence[str]) -> GrammarSpec:
         """One of ``options``, to the letter."""
-        if isinstance(options, str):  # or its letters would be the options
+        # The letters of a string would be the options.
+        if isinstance(options, str) or not isinstance(options, Iterable):
             raise InvalidRequest("choice is no list of strings")
         return cls("choice", _dumped(list(options)))
 

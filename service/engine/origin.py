@@ -31,9 +31,14 @@ class Origin:
     """OpenAI's ``prompt_cache_key``: a label to report by, never a key that shares."""
 
     def __post_init__(self) -> None:
-        if not -(2**31) <= self.priority < 2**31:
+        for name in ("tenant", "salt", "adapter", "cache_key"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "tenant"):
+                raise InvalidRequest(f"{name} is {value!r:.100}; wanted text", param=name)
+        if not isinstance(self.priority, int) or not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest(
-                f"priority is {self.priority}; wanted a 32-bit whole number", param="priority"
+                f"priority is {self.priority!r:.100}; wanted a 32-bit whole number",
+                param="priority",
             )
 
     @property

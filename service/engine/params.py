@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,6 +16,11 @@ from radixkv.service.engine.keep import Kept
 FinishReason = Literal["stop", "length", "abort"]
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+_WHOLE = ("min_tokens", "top_k", "n")
+_WHOLE_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,18 @@ class SamplingParams:
                     f"{name} is {getattr(self, name)!r}; wanted {wanted}", param=name
                 )
 
+        for name in _WHOLE:
+            need(_is_whole(getattr(self, name)), name, "a whole number")
+        for name in _WHOLE_OR_NONE:
+            value = getattr(self, name)
+            need(value is None or _is_whole(value), name, "a whole number or None")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            need(isinstance(value, int | float | Real), name, "a number")
+        need(isinstance(self.logit_bias, Mapping), "logit_bias", "a mapping of ids to numbers")
+        need(not isinstance(self.stop, str) and _all_are(str, self.stop), "stop", "strings")
+        need(_all_are(int | Integral, self.stop_token_ids), "stop_token_ids", "token ids")
+        need(isinstance(self.beams, BeamParams | None), "beams", "BeamParams(width=...)")
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more")
         need(self.min_tokens >= 0, "min_tokens", "0 or more")
         if self.max_tokens is not None:
@@ -203,6 +221,14 @@ class Generation:
         return self.choices[0].finish_reason
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | Integral) and not isinstance(value, bool)
+
+
+def _all_are(kind: Any, values: object) -> bool:
+    return isinstance(values, Collection) and all(isinstance(v, kind) for v in values)
+
+
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams from keywords: ``stop`` may be one string, lists may stand for tuples, and the
     kinds of a GrammarSpec (``json_schema=``, ``regex=``...) are keywords.
@@ -225,6 +251,6 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     for name in ("stop", "stop_token_ids"):
         if values.get(name) is None:
             values.pop(name, None)
-        else:
+        elif isinstance(values[name], Iterable):
             values[name] = tuple(values[name])
     return SamplingParams(**values)

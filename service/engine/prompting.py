@@ -23,7 +23,7 @@ _PROBE = "radixkv_probe_function"
 _ASKED = {"role": "user", "content": "hello"}
 _REMEDY = (
     "has no place for {what}, so the model would not see them; start the server with "
-    "--chat-template FILE and a template that has one, such as "
+    "--chat-template FILE, or make the Engine(chat_template=FILE), with one that has, such as "
     "examples/templates/chatml_tools.jinja for models that speak ChatML"
 )
 
