@@ -96,7 +96,11 @@ def simulate_fragmentation(
     ] = 2048,
     requests: Annotated[int, typer.Option(min=50, help="Requests to draw.")] = 1500,
     shared: Annotated[
-        int, typer.Option(min=0, help="Also: paging where so many tokens begin every prompt.")
+        int,
+        typer.Option(
+            min=0,
+            help="Also: paging where so many tokens more begin every prompt, unshared and shared.",
+        ),
     ] = 0,
     curve: Annotated[bool, typer.Option(help="Also try other block sizes.")] = True,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG.")] = None,

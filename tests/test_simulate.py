@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,34 @@ def test_a_shared_prefix_is_held_once() -> None:
     assert alone.logical == pytest.approx(alone.tokens)
     assert shared.logical > 3 * shared.tokens  # each of 200 reads 320 tokens that are there once
     assert shared.tokens <= 1
+
+
+def test_sharing_is_compared_on_the_same_longer_prompts() -> None:
+    work = workload(*[(10, 20)] * 200)
+    *_, plain, longer, shared = fragmentation(work, capacity=4096, shared_tokens=320).usages
+    assert [u.strategy for u in (plain, longer, shared)] == [
+        "paged",
+        "paged, +320",
+        "paged, 320 shared",
+    ]
+    assert longer == replace(
+        paged.simulate(workload(*[(330, 20)] * 200), 4096, 16), strategy=longer.strategy
+    )
+    assert longer.batch < shared.batch / 3 and shared.batch <= plain.batch
+    assert longer.logical == pytest.approx(longer.tokens) < shared.logical
+
+
+def test_blocks_suit_the_lengths_of_a_workload(sharegpt: Workload) -> None:
+    """Seeds: ShareGPT-like lengths do best at 16 to 128 tokens a block, Alpaca-like at 16 to 32."""
+
+    def shares(work: Workload) -> dict[int, float]:
+        found = fragmentation(work, block_sizes=(16, 32, 128))
+        return {size: 100 * usage.tokens for size, usage in found.by_block_size}
+
+    long, short = shares(sharegpt), shares(lengths.draw("alpaca", 1500))
+    assert long[16] > long[32] > long[128] > 85
+    assert short[16] > short[32] > 78
+    assert short[128] < 50, "most of a last block stays empty"
 
 
 def test_one_request_at_a_time_is_counted_exactly() -> None:

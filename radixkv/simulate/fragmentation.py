@@ -6,7 +6,7 @@ Knows strategies and shares of memory; draws only when asked (matplotlib).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from radixkv.simulate import contiguous, paged
@@ -44,13 +44,21 @@ def fragmentation(
     shared_tokens: int = 0,
     max_tokens: int = 2048,
 ) -> Fragmentation:
-    """Run ``work`` under every strategy; ``shared_tokens`` adds paging with a shared prefix."""
+    """Run ``work`` under every strategy.
+
+    ``shared_tokens`` adds paging where so many tokens begin every prompt, without sharing them and
+    with: these two are of longer prompts than the rest, and are to be compared with each other.
+    """
     usages = [
         contiguous.simulate(work, strategy, capacity, max_tokens)
         for strategy in contiguous.RESERVATIONS
     ]
     usages.append(paged.simulate(work, capacity, block_size, max_tokens=max_tokens))
     if shared_tokens:
+        longer = Workload(work.name, work.prompts + shared_tokens, work.answers)
+        most = max(max_tokens, shared_tokens + 1)
+        unshared = paged.simulate(longer, capacity, block_size, max_tokens=most)
+        usages.append(replace(unshared, strategy=f"paged, +{shared_tokens}"))
         usages.append(
             paged.simulate(
                 work, capacity, block_size, shared_tokens=shared_tokens, max_tokens=max_tokens
