@@ -256,6 +256,13 @@ def test_neutral_values_and_vendor_headers_are_taken(server: RunningServer) -> N
     assert status == 200, reply
 
 
+@pytest.mark.parametrize(("tier", "wanted"), [("standard_only", 200), ("gold", 400)])
+def test_a_tier_is_one_that_the_api_knows(server: RunningServer, tier: str, wanted: int) -> None:
+    status, _, reply = server.ask("POST", "/v1/messages", RAW | {"service_tier": tier})
+    assert status == wanted, reply
+    assert wanted == 200 or "service_tier" in reply["error"]["message"]
+
+
 def test_where_a_prompt_leaves_an_earlier_one_is_told_if_asked(server: RunningServer) -> None:
     """DIAG-2, in this API's words; also in the first event of a stream."""
     first = server.ask("POST", "/v1/messages", RAW | {"system": "be brief"})[2]

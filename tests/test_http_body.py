@@ -164,6 +164,17 @@ def test_neutral_values_and_harmless_fields_are_ignored() -> None:
     )
 
 
+@pytest.mark.parametrize("tier", ["auto", "default", "flex", "scale", "priority", "batch", None])
+def test_the_tiers_that_openai_knows_are_taken(tier: str | None) -> None:
+    assert chat(service_tier=tier) == chat()
+
+
+@pytest.mark.parametrize("tier", ["gold", "Batch", "batch ", "standard_only", 1])
+def test_a_tier_that_is_none_is_refused_by_name(tier: object) -> None:
+    error = refused({"messages": HI, "service_tier": tier})
+    assert error.param == "service_tier" and "'batch'" in str(error)
+
+
 def test_what_openai_sends_back_as_an_old_turn_is_accepted() -> None:
     old = {
         "role": "assistant",

@@ -19,6 +19,8 @@ from radixkv.service.http.anthropic_tools import (
 from radixkv.service.http.fields import (
     MAX_STOP_CHARS,
     MAX_STOPS,
+    TIERS,
+    AnthropicTier,
     OriginFields,
     RadixKVOptions,
     Strict,
@@ -145,6 +147,7 @@ class MessagesRequest(CountTokensRequest, OriginFields):
         Field(None, max_length=MAX_STOPS, description="Strings that end the answer, never shown.")
     )
     stream: bool | None = Field(None, description="Answer with server-sent events.")
+    service_tier: AnthropicTier | None = Field(None, description=TIERS)
     metadata: dict[str, Any] | None = Field(
         None, description="Accepted and not looked at: who asks is known by the key alone."
     )

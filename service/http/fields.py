@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -40,6 +40,14 @@ def _stop_list(value: object) -> object:
 
 Stop = Annotated[str | list[str] | None, BeforeValidator(_stop_list)]
 """Becomes a list."""
+
+
+OpenAITier = Literal["auto", "default", "flex", "scale", "priority", "batch"]
+AnthropicTier = Literal["auto", "standard_only", "batch"]
+TIERS = (
+    "`batch` yields to all other work, and to what it keeps in the cache; the other words, which "
+    "clients send, are all the same here."
+)
 
 
 class Strict(BaseModel):
@@ -78,11 +86,7 @@ class OriginFields(Strict):
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Lower goes first among your own; default 0."
     )
-    service_tier: str | None = Field(
-        None,
-        max_length=32,
-        description="`batch` yields to all other work, and to what it keeps in the cache.",
-    )
+    service_tier: OpenAITier | AnthropicTier | None = Field(None, description=TIERS)
     prompt_cache_key: str | None = Field(
         None,
         max_length=1024,
@@ -109,6 +113,7 @@ class GenerationFields(OriginFields, BeamFields):
         description="The served model's id, or `<that>:<name>` for an adapter of it. Left out, "
         "empty or `default`: the served model.",
     )
+    service_tier: OpenAITier | None = Field(None, description=TIERS)
     max_tokens: int | None = Field(None, ge=0, description="Tokens to generate a choice.")
     temperature: float | None = Field(None, ge=0, le=2, description="Default 1; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
