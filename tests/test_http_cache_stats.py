@@ -188,3 +188,6 @@ def test_every_queried_token_is_hit_or_missed_for_a_reason(server: RunningServer
     assert {"first_seen", "last_token"} <= reasons or "diverged" in reasons
     by_key = server.ask("GET", "/v1/cache/stats?window=5m&by=prompt_cache_key")[2]["window"]
     assert all(row["missed"] is None for row in by_key["rows"])
+    assert all(row["tokens"]["lost_at_a_border"] is None for row in by_key["rows"])
+    for row in window["rows"]:
+        assert row["tokens"]["lost_at_a_border"] == row["missed"].get("below_block", 0)

@@ -242,7 +242,7 @@ def _row(row: Row, by: By) -> WindowRow:
             "computed": counts["computed_tokens"],
             "recomputed_after_preemption": counts["recomputed_tokens"],
             "generated": counts["generated_tokens"],
-            "lost_at_a_border": None,
+            "lost_at_a_border": counts.get("below_block"),
         },
         "hit_rate": None if rate is None else round(rate, 6),
         "preemptions": counts["preemptions"],

@@ -54,7 +54,8 @@ class CacheCounts(TypedDict):
 
 
 class TierTokens(TypedDict):
-    """Tokens by tier; null for a tier that this server does not have."""
+    """Tokens by tier. `host` is null, for no prompt is found there: host memory keeps what was
+    preempted, and gives it back to the request that it was taken from, and to no other."""
 
     device: int
     host: int | None
@@ -62,7 +63,10 @@ class TierTokens(TypedDict):
 
 class WindowTokens(TypedDict):
     """Tokens counted in a window. Every queried token is a hit, found later or computed once its
-    request is admitted and its prompt done; what is computed again counts in no rate."""
+    request is admitted and its prompt done; what is computed again counts in no rate.
+    `lost_at_a_border`: of those not hit, what is behind the last whole block of a public prefix
+    (`below_block` of `missed`); known by tenant only. Answers are the same wherever a hit ends, so
+    no other token of a hit is lost."""
 
     queried: int
     hit: TierTokens

@@ -11,7 +11,8 @@ from radixkv.service.hints import Cause
 
 
 class ResidentReply(TypedDict):
-    """Resident tokens by tier; null for a tier that this server does not have."""
+    """Resident tokens by tier. `host` is null, for no prompt is found there: host memory keeps what
+    was preempted, and gives it back to the request that it was taken from, and to no other."""
 
     device: int
     host: int | None
