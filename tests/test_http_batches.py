@@ -67,12 +67,25 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
+def expect_sums(batch: Any, answers: list[dict[str, Any]]) -> None:
+    """Check the batch's usage against that of its answers."""
+    of = [answer["response"]["body"]["usage"] for answer in answers]
+    usage = batch.usage
+    assert usage.input_tokens == sum(u["prompt_tokens"] for u in of) > 0
+    assert usage.output_tokens == sum(u["completion_tokens"] for u in of) > 0
+    cached = sum(u["prompt_tokens_details"]["cached_tokens"] for u in of)
+    assert usage.input_tokens_details.cached_tokens == cached
+    assert usage.output_tokens_details.reasoning_tokens == 0
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
 def test_a_batch_from_upload_to_download(server: RunningServer) -> None:
     """BATCH-1: the official client uploads, creates, polls and downloads; counts are right."""
     client = server.client()
     asked = [chat(f"c{i}", "You are brief.", f"Question {i}?") for i in range(12)]
     batch = begin(client, asked, "/v1/chat/completions")
     assert (batch.object, batch.endpoint) == ("batch", "/v1/chat/completions")
+    assert batch.usage is None
     done = wait(client, batch)
     assert done.metadata == {"for": "tests"}
     assert done.error_file_id is None and done.errors is None
@@ -81,6 +94,7 @@ def test_a_batch_from_upload_to_download(server: RunningServer) -> None:
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
     answers = {line["custom_id"]: line for line in lines_of(client, done.output_file_id)}
     assert sorted(answers) == sorted(line["custom_id"] for line in asked)
+    expect_sums(done, list(answers.values()))
     for line in asked:
         response = answers[line["custom_id"]]["response"]
         assert (response["status_code"], answers[line["custom_id"]]["error"]) == (200, None)
@@ -172,6 +186,7 @@ def test_a_server_that_ends_in_the_middle_goes_on_where_it_was(tmp_path: Path) -
         answers = lines_of(client, done.output_file_id)
         assert sorted(a["custom_id"] for a in answers) == sorted(x["custom_id"] for x in lines)
         assert done.request_counts.completed == 120
+        expect_sums(done, answers)
         assert wait(client, second).request_counts.completed == 3
 
 

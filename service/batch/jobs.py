@@ -23,7 +23,7 @@ from typing import Any
 from radixkv.errors import InvalidRequest, NotFound, Overloaded
 from radixkv.service.batch.asks import Asks
 from radixkv.service.batch.lines import count_lines
-from radixkv.service.batch.results import Done, ResultFile, recover
+from radixkv.service.batch.results import Done, ResultFile, Spent, recover
 from radixkv.service.batch.run import BatchRun
 from radixkv.service.batch.store import Store, StoredBatch
 from radixkv.service.batch.tally import BatchStopped, Tally
@@ -100,6 +100,7 @@ class Jobs:
             "cancelling_at": None,
             "cancelled_at": None,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "usage": None,
             "metadata": metadata,
         }
         self.store.add_batch(tenant, doc)
@@ -108,6 +109,7 @@ class Jobs:
 
     def show(self, batch: StoredBatch) -> dict[str, Any]:
         """Return the batch object, with the counts of now."""
+        batch.doc.setdefault("usage", None)  # one that an older server recorded has none
         if batch.id in self._tallies:
             batch.doc["request_counts"] |= _counts(*self._tallies[batch.id])
         return batch.doc
@@ -210,6 +212,7 @@ class Jobs:
             end = "cancelled"
             doc.update(self.get(batch.tenant, batch.id).doc)
         doc["request_counts"] |= _counts(*counts, tally)
+        doc["usage"] = _usage(done.spent, tally)
         if end == "completed":
             doc["finalizing_at"] = doc["finalizing_at"] or int(time.time())
         _set(batch, end)
@@ -248,4 +251,17 @@ def _counts(answers: int, errors: int, tally: Tally) -> dict[str, int]:
     return {
         "completed": answers + tally.answered,
         "failed": errors + tally.refused,
+    }
+
+
+def _usage(before: Spent, tally: Tally) -> dict[str, Any]:
+    """Sum up what runs before this one wrote, and what this one asked."""
+    prompt = before.prompt + tally.prompt_tokens
+    completion = before.completion + tally.completion_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": before.cached + tally.cached_tokens},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
     }

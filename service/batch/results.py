@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +26,31 @@ from radixkv.service.batch.lines import LineFault
 from radixkv.service.http.errors import describe, log_bug
 
 
+@dataclass(slots=True)
+class Spent:
+    """Tokens of prompts, those of them that were cached, and of answers."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def add(self, body: Any) -> None:
+        """Add the usage that an answer's body tells; nothing if it tells none."""
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if isinstance(usage, dict):
+            self.prompt += int(usage.get("prompt_tokens") or 0)
+            self.completion += int(usage.get("completion_tokens") or 0)
+            details = usage.get("prompt_tokens_details")
+            if isinstance(details, dict):
+                self.cached += int(details.get("cached_tokens") or 0)
+
+
 class Done:
-    """Which lines have been answered. About a hundred bytes a line."""
+    """Which lines have been answered, and the tokens of those. About a hundred bytes a line."""
 
     def __init__(self) -> None:
+        self.spent = Spent()
+        """Of the answers that were added."""
         self._ids: set[bytes] = set()
         self._faults: set[int] = set()
 
@@ -42,6 +64,8 @@ class Done:
             self._faults.add(error["line"])
         elif isinstance(record.get("custom_id"), str):
             self._ids.add(digest(record["custom_id"]))
+        if is_answer(record):
+            self.spent.add(record["response"]["body"])
 
     def has(self, custom_id: str) -> bool:
         """Whether the request of that name was answered."""

@@ -73,8 +73,30 @@ class BatchCounts(TypedDict):
     failed: int
 
 
+class InputDetails(TypedDict):
+    """Where the prompts' KV came from."""
+
+    cached_tokens: int
+
+
+class OutputDetails(TypedDict):
+    """What the answers' tokens are; what was thought is not told apart, so this is always 0."""
+
+    reasoning_tokens: int
+
+
+class BatchUsage(TypedDict):
+    """Tokens of all requests together, those that a server before a restart answered included."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
 class BatchReply(TypedDict):
-    """One batch. Times are seconds since 1970."""
+    """One batch. Times are seconds since 1970. `usage` is null until it has run."""
 
     id: str
     object: Literal["batch"]
@@ -95,6 +117,7 @@ class BatchReply(TypedDict):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: BatchCounts
+    usage: BatchUsage | None
     metadata: dict[str, str] | None
 
 
