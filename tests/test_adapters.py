@@ -291,6 +291,29 @@ def test_rows_of_one_adapter_are_brought_together_and_none_is_moved_without_need
     assert by_adapter(same, lambda work: work[0]) is same
 
 
+def test_what_one_adapter_left_in_host_memory_is_no_hit_of_another(tmp_path: Path) -> None:
+    """IDENTITY-3: the same prompts under two adapters, swapped out and in; each answers its own."""
+    model, tokenizer = build("llama")
+    own = {name: save_adapter(tmp_path / name, seed=i) for i, name in enumerate("ab")}
+    loaded = LoadedModel.from_model(model, tokenizer, name="t")
+    prompts = [random_ids(40, i) for i in range(2)]
+    with Engine(loaded, kv_memory="1MiB") as roomy:
+        per_block = 2**20 // roomy.stats().num_blocks
+    with Engine(loaded, kv_memory=16 * per_block, lookahead_tokens=0) as engine:
+        for name in own:
+            engine.load_adapter(name, tmp_path / name)
+        asked = [(name, ids) for ids in prompts for name in own]
+        ask = GREEDY | {"max_tokens": 60}
+        streams = [engine.stream_generate(ids, adapter=name, **ask) for name, ids in asked]
+        results = [stream.result() for stream in streams]
+        stats = engine.stats()
+        assert stats.preemptions["swap"] > 0 and stats.swapped_in_tokens_total > 0
+        assert [result.usage.cached_tokens for result in results] == [0] * len(asked)
+        for (name, ids), result in zip(asked, results, strict=True):
+            assert list(result.token_ids) == own_answer(own[name], ids, 60)
+        assert engine.check() == []
+
+
 def test_a_setting_names_an_adapter_and_its_directory() -> None:
     assert split_setting("sql=/a/b=c") == ("sql", Path("/a/b=c"))
     for wrong in ("sql", "sql=", "=/a", "a:b=/a"):

@@ -108,3 +108,15 @@ def test_a_tree_of_thought_shares_what_its_branches_have_said(
     said = run("tree_of_thought.py", ["--lines", "2", "--proposals", "2"], monkeypatch, capsys)
     found = re.search(r"(\d+) cached, (\d+) computed", said)
     assert found is not None and int(found[1]) > int(found[2]), said
+
+
+def test_the_bare_cache_finds_all_but_what_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """56 of the 60 tokens are those of the prompt before, and it was published to its tail."""
+    said = run("bare_cache.py", [], monkeypatch, capsys)
+    found = re.findall(r"cached (\d+) of (\d+) tokens, blocks \[([\d, ]*)\]", said)
+    assert [(int(cached), int(asked)) for cached, asked, _ in found] == [(0, 60), (56, 60)]
+    first, second = (blocks.replace(",", " ").split() for *_, blocks in found)
+    assert not first and len(second) == 4
+    assert "hit_tokens=56" in said
