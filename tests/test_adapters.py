@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,9 @@ def test_what_one_adapter_left_in_host_memory_is_no_hit_of_another(tmp_path: Pat
             engine.load_adapter(name, tmp_path / name)
         asked = [(name, ids) for ids in prompts for name in own]
         ask = GREEDY | {"max_tokens": 60}
-        streams = [engine.stream_generate(ids, adapter=name, **ask) for name, ids in asked]
+        submit = [partial(engine.stream_generate, ids, adapter=name, **ask) for name, ids in asked]
+        # All between the same two steps, so that they run at once.
+        streams = engine._core.call(lambda: [ask_one() for ask_one in submit]).result()
         results = [stream.result() for stream in streams]
         stats = engine.stats()
         assert stats.preemptions["swap"] > 0 and stats.swapped_in_tokens_total > 0

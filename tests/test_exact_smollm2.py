@@ -7,6 +7,7 @@ requests, in chunks of any size, after a preemption, and forked.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from radixkv import Engine
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
+from radixkv.service.engine.stream import Stream
 
 NEW_TOKENS = 20  # more than a block, so that generated tokens cross a border and are published
 PROMPTS = [
@@ -86,14 +88,16 @@ def engine(loaded: LoadedModel) -> Iterator[Engine]:
 def ask(
     engine: Engine, prompts: list[list[int]], *, at_once: int = 1, n: int = 1
 ) -> list[tuple[list[int], int]]:
-    """Run the prompts, ``at_once`` at a time."""
+    """Run the prompts, ``at_once`` at a time, which arrive between the same two steps."""
     results: list[tuple[list[int], int]] = []
+    how = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "n": n}
+
+    def submit(some: list[list[int]]) -> list[Stream]:
+        return [engine.stream_generate(ids, **how) for ids in some]
+
     for at in range(0, len(prompts), at_once):
-        streams = [
-            engine.stream_generate(ids, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, n=n)
-            for ids in prompts[at : at + at_once]
-        ]
-        for stream in streams:
+        some = prompts[at : at + at_once]
+        for stream in engine._core.call(partial(submit, some)).result():
             generation = stream.result()
             for choice in generation.choices:
                 results.append((list(choice.token_ids), generation.usage.cached_tokens))

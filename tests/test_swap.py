@@ -314,7 +314,7 @@ ASK: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def real() -> tuple[LoadedModel, int, list[list[int]]]:
+def real() -> tuple[LoadedModel, int, list[tuple[int, ...]]]:
     """A model, the bytes of a block of it, and its answers to PROMPTS where there is room."""
     model, tokenizer = tiny_models.build("llama")
     loaded = LoadedModel.from_model(model, tokenizer, name="tiny-llama")
@@ -323,13 +323,20 @@ def real() -> tuple[LoadedModel, int, list[list[int]]]:
         return loaded, per_block, [roomy.generate(ids, **ASK).token_ids for ids in PROMPTS]
 
 
+def ask_at_once(engine: Engine) -> list[Stream]:
+    """Submit all PROMPTS between the same two steps, so that they run at once for certain."""
+    return engine._core.call(
+        lambda: [engine.stream_generate(ids, **ASK) for ids in PROMPTS]
+    ).result()
+
+
 def test_a_real_model_says_the_same_when_it_was_swapped_out(
-    real: tuple[LoadedModel, int, list[list[int]]],
+    real: tuple[LoadedModel, int, list[tuple[int, ...]]],
 ) -> None:
     """Float32, so that the ids are exact: whole records go to the host and back."""
     loaded, per_block, expected = real
     with Engine(loaded, kv_memory=16 * per_block, lookahead_tokens=0) as engine:
-        streams = [engine.stream_generate(ids, **ASK) for ids in PROMPTS]
+        streams = ask_at_once(engine)
         assert [stream.result().token_ids for stream in streams] == expected
         stats = engine.stats()
         assert stats.preemptions["swap"] > 0
@@ -339,25 +346,29 @@ def test_a_real_model_says_the_same_when_it_was_swapped_out(
 
 
 def test_a_request_that_is_cancelled_while_it_is_swapped_out_leaves_nothing_behind(
-    real: tuple[LoadedModel, int, list[list[int]]],
+    real: tuple[LoadedModel, int, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LEAK-1, with the real engine: blocks and host memory are free, the others unharmed."""
     loaded, per_block, expected = real
     with Engine(loaded, kv_memory=16 * per_block, lookahead_tokens=0) as engine:
-        core = engine._core
+        core, gone = engine._core, list[Stream]()
+        step = core.step
 
-        def cancel() -> list[Stream]:
+        def step_and_cancel() -> None:
+            """Cancel what is out, at once: it is there only between steps."""
+            step()
             out = [seq.request.stream for seq in core.scheduler.waiting if seq.saved is not None]
-            assert not out or core.swapper is not None and core.swapper.pool.used_bytes > 0
-            for stream in out:
-                stream.abort()
-            return out
+            if out and not gone:
+                assert core.swapper is not None and core.swapper.pool.used_bytes > 0
+                gone.extend(out)
+                for stream in out:
+                    stream.abort()
 
-        streams = [engine.stream_generate(ids, **ASK) for ids in PROMPTS]
-        gone: list[Stream] = []
-        while not gone:
-            gone = core.call(cancel).result()  # between two steps, so that they are there
-            assert not all(stream.finished for stream in streams), "nothing was swapped out"
+        monkeypatch.setattr(core, "step", step_and_cancel)
+        streams = ask_at_once(engine)
+        for stream in streams:
+            stream.result()
+        assert gone, "nothing was swapped out"
         for stream, ids in zip(streams, expected, strict=True):
             if stream in gone:
                 assert stream.result().finish_reason == "abort"
