@@ -5,6 +5,7 @@ Reads configs and prints tables; computes nothing itself, loads no weights and n
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from dataclasses import asdict
@@ -112,6 +113,8 @@ def simulate_fragmentation(
     max, pow2 and oracle reserve one stretch from a buddy allocator; paged takes blocks when they
     are needed.
     """
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        _fail("--plot needs matplotlib; install it with: pip install matplotlib")
     try:
         if workload in lengths.PRESETS:
             work = lengths.draw(workload, requests, max_tokens=max_tokens, seed=seed)

@@ -203,7 +203,7 @@ def test_errors_have_anthropics_shape_and_their_client_knows_them(
          "max_tokens"),
         ("/v1/messages", RAW | {"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
         ("/v1/messages", RAW | {"messages": []}, 400, "invalid_request_error", "messages"),
-        ("/v1/messages/other", RAW, 404, "not_found_error", "no such route"),
+        ("/v1/messages/other", RAW, 404, "not_found_error", "no route POST"),
     ):  # fmt: skip
         got, headers, reply = server.ask("POST", path, body)
         assert (got, reply["type"], reply["error"]["type"]) == (status, "error", kind), reply

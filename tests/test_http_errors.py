@@ -98,9 +98,21 @@ def test_refused_requests_hold_nothing(server: RunningServer) -> None:
 def test_an_unknown_route_and_a_wrong_method_are_json(server: RunningServer) -> None:
     error = error_of(server.ask("GET", "/v2/everything"), 404)
     assert error["code"] == "not_found"
+    assert error["message"].startswith("There is no route GET /v2/everything; GET /openapi.json")
     answer = server.ask("GET", CHAT)
     assert error_of(answer, 405)["code"] == "method_not_allowed"
     assert answer[1]["Allow"] == "POST"
+
+
+def test_whoever_forgot_the_version_is_told_the_route_that_was_meant(server: RunningServer) -> None:
+    for method, path in (("POST", "/chat/completions"), ("GET", "/models"), ("POST", "/messages")):
+        error = error_of(server.ask(method, path, {"messages": HI}), 404)
+        assert error["message"] == (
+            f"There is no route {method} {path}; did you mean /v1{path} (base_url ends in /v1)?"
+        )
+    for method, path in (("GET", "/chat/completions"), ("POST", "/x"), ("GET", "/" + "y" * 3000)):
+        error = error_of(server.ask(method, path), 404)
+        assert "did you mean" not in error["message"] and len(error["message"]) < 300
 
 
 @pytest.mark.parametrize(

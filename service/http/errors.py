@@ -39,6 +39,8 @@ _CODES = {
     415: "unsupported_media_type",
 }
 
+_SHOWN_PATH = 200
+
 
 class HttpError(RadixKVError):
     """An answer that only the HTTP service gives, such as a 415."""
@@ -143,8 +145,6 @@ def _from_aiohttp(error: web.HTTPException) -> ErrorReply:
         message = f"The method {error.method} is not allowed here; allowed: {allowed}."
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message = "The request body is larger than this server accepts (max_body)."
-    elif error.status == 404:
-        message = "There is no such route; GET /openapi.json lists them all."
     else:
         message = error.reason or f"HTTP {error.status}"
     return error_reply(error.status, message, code=code)
@@ -165,11 +165,24 @@ async def errors_to_json(request: web.Request, handler: Handler) -> web.StreamRe
         raise
     except Exception as e:
         status, body, headers = describe(e, line.id)
+        if isinstance(e, web.HTTPNotFound):
+            body["error"]["message"] = await _no_route(request)
         line.error = error_code(e)
         if status == 500:
             log_bug(line.id)
         shown = shaped(request, status, body)
         return web.json_response(shown, status=status, headers=headers)
+
+
+async def _no_route(request: web.Request) -> str:
+    """Name the route that is missing, and the one that was meant if only /v1 was forgotten."""
+    path = request.rel_url.raw_path
+    missing = f"There is no route {request.method} {path[:_SHOWN_PATH]}"
+    if len(path) <= _SHOWN_PATH:
+        meant = request.clone(rel_url=request.rel_url.with_path(f"/v1{path}", encoded=True))
+        if (await request.app.router.resolve(meant)).http_exception is None:
+            return f"{missing}; did you mean /v1{path} (base_url ends in /v1)?"
+    return f"{missing}; GET /openapi.json lists them all."
 
 
 def shaped(request: web.Request, status: int, body: ErrorReply) -> ErrorReply | AnthropicError:
