@@ -60,7 +60,7 @@ class Client:
         temperature: float | None = None,
         api_key: str | None = None,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = server_url(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -110,7 +110,10 @@ class Client:
             timeout_s = _CONNECT_TIMEOUT_S if body is None else None
             reply = urllib.request.urlopen(request, timeout=timeout_s)
         except urllib.error.HTTPError as e:
-            raise ChatError(f"{self.url} says: {_message(e)}") from e
+            said = f"{self.url} says: {_message(e)}"
+            if e.code == 401:
+                said += " Give the key with --api-key or in RADIXKV_API_KEY."
+            raise ChatError(said) from e
         except (OSError, ValueError, http.client.HTTPException) as e:
             reason = getattr(e, "reason", None) or e
             raise ChatError(
@@ -177,6 +180,12 @@ class ChatTerminal:
 
     def _note(self, text: str, style: str = "dim") -> None:
         self._notes.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def server_url(given: str) -> str:
+    """What a user calls the server, as the URL that the routes are under: http://host:port."""
+    url = given.strip().rstrip("/").removesuffix("/v1")
+    return url if "://" in url else f"http://{url}"
 
 
 def printable(text: str) -> str:

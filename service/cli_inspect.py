@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from radixkv.service.chat import server_url
 from radixkv.service.inspect_view import Snapshot, render
 
 _TIMEOUT_S = 10.0
@@ -29,7 +30,7 @@ class CacheClient:
     """Asks one server. Raises InspectError, at once if nothing answers at ``url``."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = server_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def snapshot(self, *, window: str, limit: int, depth: int) -> Snapshot:
@@ -67,7 +68,9 @@ class CacheClient:
         except (ValueError, LookupError, TypeError, AttributeError):
             return InspectError(f"{self.url} does not answer like a radixkv server")
         if error.code == 401:
-            return InspectError(f"{self.url} asks for a key: give one with --api-key")
+            return InspectError(
+                f"{self.url} asks for a key: give it with --api-key or in RADIXKV_API_KEY"
+            )
         if error.code == 404 and code == "not_found":
             return _Absent(f"{self.url} has no {path.partition('?')[0]}")
         return InspectError(f"{self.url} says: {message}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from radixkv.service.chat import ChatError, ChatTerminal, Client, TurnStats, printable
+from radixkv.service.chat import ChatError, ChatTerminal, Client, TurnStats, printable, server_url
 from radixkv.service.cli import app
 from tests.http_server import RunningServer, running_server
+from tests.tenant_files import open_gate
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,32 @@ def test_a_failed_turn_leaves_the_conversation_as_it_was(server: RunningServer) 
 def test_a_server_that_is_no_openai_server_is_said_to_be_none(server: RunningServer) -> None:
     with pytest.raises(ChatError, match="no route GET /wrong/v1/models"):
         Client(server.url + "/wrong", max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("127.0.0.1:8137", "http://127.0.0.1:8137"),
+        ("localhost:8137/v1/", "http://localhost:8137"),
+        ("https://example.org/llm/v1", "https://example.org/llm"),
+        (" http://127.0.0.1:8000/ ", "http://127.0.0.1:8000"),
+    ],
+)
+def test_the_server_is_found_without_a_scheme_and_with_the_version(given: str, url: str) -> None:
+    assert server_url(given) == url
+
+
+def test_where_a_key_goes_is_said_when_none_was_given(tmp_path: Path) -> None:
+    gate, keys = open_gate(tmp_path, alice={})
+    with running_server(gate=gate) as server:
+        with pytest.raises(ChatError, match="--api-key or in RADIXKV_API_KEY"):
+            Client(server.url, max_tokens=1)
+        assert Client(server.url, max_tokens=1, api_key=keys["alice"]).model == "tiny"
+
+
+def test_a_server_named_without_a_scheme_answers(server: RunningServer, cli: CliRunner) -> None:
+    stdout, _ = ask(server, cli, "hello\n", "--url", server.url.removeprefix("http://"))
+    assert stdout.strip()
 
 
 def test_a_model_cannot_steer_the_terminal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,15 +72,30 @@ def test_fragmentation_is_simulated_and_compared(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ask).stdout
     assert "oracle" in shown and "96.3" in shown
     found = json.loads(CliRunner().invoke(app, [*ask, "--json", "--shared", "80"]).stdout)
-    assert [usage["strategy"] for usage in found["usages"]][:4] == [
+    assert [usage["strategy"] for usage in found["usages"]] == [
         "max",
         "pow2",
         "oracle",
         "paged",
+        "paged, +80",
+        "paged, 80 shared",
     ]
-    assert len(found["usages"]) == 5
 
 
 def test_an_unknown_workload_is_named() -> None:
     done = CliRunner().invoke(app, ["simulate", "fragmentation", "--workload", "mine"])
     assert done.exit_code == 2 and "sharegpt, alpaca" in done.stderr
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    monkeypatch.setattr(
+        "radixkv.service.cli_size.fragmentation", lambda *a, **b: pytest.fail("it was computed")
+    )
+    ask = ["simulate", "fragmentation", "--plot", str(tmp_path / "waste.png")]
+    done = CliRunner().invoke(app, ask)
+    assert done.exit_code == 2 and done.stdout == ""
+    said = " ".join(done.stderr.split())
+    assert "--plot needs matplotlib; install it with: pip install matplotlib" in said

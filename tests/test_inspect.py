@@ -73,7 +73,7 @@ def test_a_tenant_sees_its_own_part(tmp_path: Path) -> None:
         server.wait_until(server.at_rest)
         text = shown(CacheClient(server.url, api_key=keys["bob"]))
         assert "tenant bob" in text and "bob says" in text and "alice" not in text
-        with pytest.raises(InspectError, match="--api-key"):
+        with pytest.raises(InspectError, match="--api-key or in RADIXKV_API_KEY"):
             shown(CacheClient(server.url))
 
 
