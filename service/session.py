@@ -152,9 +152,13 @@ class Session:
                 sent=content,
                 number=at.number + 1,
             )
-            self._reply = reply
+            with holds.lock:
+                self._reply, closed = reply, self._closed
         finally:
             self._sending = False
+        if closed:  # meanwhile, by another thread, which saw no reply that it could abort
+            reply.close()
+            self._expect_open("send to")
         return reply
 
     # ---- going elsewhere ------------------------------------------------------------------------
@@ -190,10 +194,14 @@ class Session:
             number = self._at.number
             wanted = turn if turn >= 0 else number + turn
             if not 0 <= wanted <= number:
+                wanted_is = (
+                    f"wanted 0 to {number}, or a negative number down to -{number} to count from "
+                    "the end"
+                    if number
+                    else "wanted 0"
+                )
                 raise InvalidRequest(
-                    f"rewind({turn}): the session has {number} turns; wanted 0 to {number}, or a "
-                    f"negative number down to {-number} to count from the end",
-                    param="turn",
+                    f"rewind({turn}): the session has {number} turns; {wanted_is}", param="turn"
                 )
             at: Snapshot = self._at
             while at.number > wanted:
@@ -206,13 +214,16 @@ class Session:
         return self
 
     def close(self) -> None:
-        """Let go what is held, and abort an open reply. Never waits; idempotent."""
+        """Let go what is held, and abort an open reply. Never waits; idempotent.
+
+        A ``send`` that another thread is in the middle of is aborted and raises InvalidRequest.
+        """
         with self._setting.holds.lock:
             if self._closed:
                 return
-            self._closed = True
-        if self._reply is not None:
-            self._reply.close()
+            self._closed, reply = True, self._reply
+        if reply is not None:
+            reply.close()
         self._setting.holds.give(self._hold)
 
     # ---- where it stands ------------------------------------------------------------------------
@@ -320,16 +331,18 @@ class Session:
         """The reply was read or left: go on to what it says, if it says anything."""
         holds, at = self._setting.holds, self._at
         after = None
-        if turn is not None:
-            transcript = self._setting.writer.answer(prompt, turn.text, turn.token_ids)
-            after = Snapshot(transcript, turn, at, at.number + 1)
-        with holds.lock:
-            self._reply = None
-            gone = hold
-            if after is not None and not self._closed:
-                self._at = after
-                gone, self._hold = self._hold, hold
-        holds.give(gone)
+        gone = hold
+        try:
+            if turn is not None:
+                transcript = self._setting.writer.answer(prompt, turn.text, turn.token_ids)
+                after = Snapshot(transcript, turn, at, at.number + 1)
+        finally:  # also where that fails: then nothing was sent
+            with holds.lock:
+                self._reply = None
+                if after is not None and not self._closed:
+                    self._at = after
+                    gone, self._hold = self._hold, hold
+            holds.give(gone)
         # It may hold more than was read, or less than there is room for since that was given back.
         if turn is not None and (turn.finish_reason == "abort" or hold.short == "budget"):
             holds.settle(hold, len(prompt.ids) + len(turn.token_ids))

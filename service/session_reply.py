@@ -69,8 +69,8 @@ class Reply:
         sent: Any,
         number: int,
     ) -> None:
-        """``settle`` is told the turn, or None if there is none, before the reader knows; ``read``
-        tells an answer's text from its calls."""
+        """``settle`` is told the turn, or None if there is none, before the reader knows, and lets
+        the session go on even where it raises; ``read`` tells an answer's text from its calls."""
         self._stream = stream
         self._read = read
         self._settle = settle
@@ -83,7 +83,8 @@ class Reply:
         self._turn: Turn | None = None
         self._error: BaseException | None = None
         self._open = True
-        self._once = threading.Lock()  # taken by the one who ends it, and kept
+        self._ending = False  # by the thread that has the lock
+        self._lock = threading.RLock()  # of what was read, and what became of it
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -92,15 +93,20 @@ class Reply:
             return
         try:
             for delta in self._stream:
-                if not self._open:  # it was closed by somebody else
+                if not self._take(delta):  # it was closed by somebody else
                     break
-                self._take(delta)
                 if delta.text:
                     yield delta.text
+        except GeneratorExit:
+            self._end(wait=False)  # it may be the garbage collector, anywhere
+            raise
         except Exception as error:
             self._end(error)
             raise
-        finally:
+        except BaseException:
+            self._end()
+            raise
+        else:
             self._end()
 
     def __aiter__(self) -> AsyncIterator[str]:
@@ -123,7 +129,8 @@ class Reply:
         return self.aresult().__await__()
 
     def close(self) -> None:
-        """Leave it, if it was not read to its end. Never waits."""
+        """Leave it, if it was not read to its end. Waits for nothing but another thread that is
+        about to end it; then it has ended."""
         self._end()
 
     # ---- what there is so far -------------------------------------------------------------------
@@ -167,40 +174,67 @@ class Reply:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _take(self, delta: Delta) -> None:
-        self._text.append(delta.text)
-        self._ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
-        self._last = delta
+    def _take(self, delta: Delta) -> bool:
+        """Whether it was still open, so that the reader may see ``delta``."""
+        with self._lock:
+            if not self._open:
+                return False
+            self._text.append(delta.text)
+            self._ids.extend(delta.token_ids)
+            if delta.logprobs is not None:
+                self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
+            self._last = delta
+            return True
 
-    def _end(self, error: Exception | None = None) -> None:
-        """Say once what became of it."""
-        if not self._once.acquire(blocking=False):
+    def _end(self, error: Exception | None = None, *, wait: bool = True) -> None:
+        """Say once what became of it. Who comes while another thread does waits for that, or else
+        would find neither a turn nor a session that can go on; but with ``wait=False``.
+
+        Whatever runs in the garbage collector must not wait: the thread that it stopped may hold
+        what the other one needs.
+        """
+        if not self._lock.acquire(blocking=wait):
             return
-        self._stream.abort()
-        self._error, last = error, self._last
+        try:
+            if not self._open or self._ending:  # ending: in this thread, below on the stack
+                return
+            self._ending = True
+            try:
+                self._stream.abort()
+                self._error = error
+                try:
+                    turn = None if error is not None else self._read_so_far()
+                except BaseException:
+                    self._settle(None)
+                    raise
+                self._settle(turn)
+                self._turn = turn
+            except BaseException as failure:
+                self._error = failure
+                raise
+            finally:
+                self._ending, self._open = False, False
+        finally:
+            self._lock.release()
+
+    def _read_so_far(self) -> Turn | None:
+        last = self._last
         said = bool(self._ids or self.text)
-        if (
-            error is None
-            and last is not None
-            and (said or last.finish_reason in ("stop", "length"))
-        ):
-            answer = self._read(self.text)
-            self._turn = Turn(
-                number=self._number,
-                sent=self._sent,
-                text=self.text,
-                content=answer.text,
-                calls=answer.calls,
-                token_ids=self.token_ids,
-                finish_reason=last.finish_reason or "abort",
-                stop_reason=last.stop_reason,
-                usage=self._stream.usage,
-                logprobs=None if self._logprobs is None else tuple(self._logprobs),
-            )
-        self._settle(self._turn)
-        self._open = False
+        if last is None or not (said or last.finish_reason in ("stop", "length")):
+            return None
+        answer = self._read(self.text)
+        return Turn(
+            number=self._number,
+            sent=self._sent,
+            text=self.text,
+            content=answer.text,
+            calls=answer.calls,
+            token_ids=self.token_ids,
+            finish_reason=last.finish_reason or "abort",
+            stop_reason=last.stop_reason,
+            usage=self._stream.usage,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+        )
 
     def _result(self) -> Turn:
         if self._error is not None:
@@ -227,9 +261,8 @@ class _Pieces:
         try:
             while True:
                 delta = await anext(self._deltas)
-                if not reply._open:
+                if not reply._take(delta):
                     raise StopAsyncIteration
-                reply._take(delta)
                 if delta.text:
                     return delta.text
         except StopAsyncIteration:
@@ -243,4 +276,4 @@ class _Pieces:
             raise
 
     def __del__(self) -> None:
-        self._reply._end()
+        self._reply._end(wait=False)

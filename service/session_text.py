@@ -197,6 +197,8 @@ class PlainWriter:
                 ids = tuple(self._prompting.tokenize(content))
             return Transcript((), (*before.pieces, Piece(ids, content)))
         try:
+            if isinstance(content, bytes | bytearray | Mapping):  # of numbers, but no ids
+                raise TypeError
             ids = tuple(map(operator.index, content))
         except TypeError:
             raise InvalidRequest(

@@ -12,11 +12,12 @@ import numpy as np
 import pydantic
 import pytest
 
-from radixkv.errors import InvalidRequest
+from radixkv.errors import InvalidRequest, Overloaded
 from radixkv.service.engine import grammar_compile
 from radixkv.service.engine.grammar import MAX_SOURCE_CHARS, MAX_WORD_CHARS, GrammarSpec
 from radixkv.service.engine.grammar_compile import Grammars, compile_grammar
 from radixkv.service.engine.grammar_state import GrammarState, allowed_bits
+from radixkv.service.engine.grammar_turns import MAX_RUNNING_OF_TENANT, MAX_WAITING_OF_TENANT
 from radixkv.service.engine.grammar_vocab import Vocabulary
 from radixkv.service.engine.params import SamplingParams, sampling_params
 from radixkv.service.engine.token_text import TokenText
@@ -321,6 +322,38 @@ def test_refusals_are_kept_too_and_are_each_callers_own() -> None:
     with pytest.raises(InvalidRequest) as named:
         asyncio.run(grammars.compile_beside(GrammarSpec.regex("("), "local", "guided_regex"))
     assert named.value.param == "guided_regex" and refused[0].param == "grammar"
+
+
+def test_a_tenants_many_slow_grammars_keep_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, real = threading.Event(), compile_grammar
+
+    def slow(spec: GrammarSpec, vocabulary: Vocabulary) -> Any:
+        assert not spec.source.startswith("s") or gate.wait(60)
+        return real(spec, vocabulary)
+
+    monkeypatch.setattr(grammar_compile, "compile_grammar", slow)
+    grammars = Grammars(lambda: VOCABULARY)
+
+    async def ask() -> None:
+        asked = [
+            asyncio.create_task(grammars.compile_beside(GrammarSpec.regex(f"s{{{i}}}"), "one"))
+            for i in range(1, MAX_RUNNING_OF_TENANT + MAX_WAITING_OF_TENANT + 1)
+        ]
+        await asyncio.sleep(0)  # each has asked
+        with pytest.raises(Overloaded, match="wait to be compiled"):
+            await grammars.compile_beside(GrammarSpec.regex("st"), "one")
+        await grammars.compile_beside(GrammarSpec.regex("quick"), "two")
+        assert grammars.is_kept(GrammarSpec.regex("quick"), "two")
+        assert not any(task.done() for task in asked)
+        gate.set()
+        await asyncio.gather(*asked)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        gate.set()
 
 
 def test_what_is_kept_is_bounded_and_the_latest_used_stays(

@@ -277,9 +277,17 @@ def test_a_session_of_wrong_types_is_not_begun(engine: Engine, given: dict[str, 
 
 def test_ids_that_are_none_are_refused(engine: Engine) -> None:
     with engine.session(template=False, **GREEDY) as s:
-        for wrong in (None, 5, [1.5]):
+        for wrong in (None, 5, [1.5], b"ab", {5: 5}):
             with pytest.raises(InvalidRequest, match="wanted text or token ids"):
                 s.send(wrong)
+
+
+@pytest.mark.parametrize("turn", [1, -2])
+def test_before_the_first_turn_there_is_nowhere_to_go_back_to(engine: Engine, turn: int) -> None:
+    with engine.session(**GREEDY) as s:
+        with pytest.raises(InvalidRequest, match=rf"rewind\({turn}\): .* 0 turns; wanted 0$"):
+            s.rewind(turn)
+        assert s.rewind(0) is s
 
 
 @pytest.mark.parametrize("turn", [2, -2, 99])

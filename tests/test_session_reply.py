@@ -151,6 +151,128 @@ def test_a_reply_can_be_closed_by_somebody_else_while_it_is_read(session: Sessio
     assert len(pieces) == 3 and session.turns[-1].text == "".join(pieces)
 
 
+class Watched:
+    """A lock that tells when a thread other than the one that made it comes."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._mine = threading.get_ident()
+        self.asked = threading.Event()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if threading.get_ident() != self._mine:
+            self.asked.set()
+        return bool(self._lock.acquire(blocking))
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_who_closes_a_reply_while_its_reader_ends_it_waits_for_the_turn(session: Session) -> None:
+    reply = session.send("a")
+    lock, settle, found = Watched(reply._lock), reply._settle, []
+    reply._lock = lock  # type: ignore[assignment]
+
+    def close() -> None:
+        reply.close()
+        found.append((reply.open, session._reply, reply.result()))
+
+    other = threading.Thread(target=close)
+
+    def settle_late(turn: Any) -> None:
+        other.start()
+        assert lock.asked.wait(60)
+        settle(turn)
+
+    reply._settle = settle_late
+    turn = reply.result()
+    other.join()
+    assert found == [(False, None, turn)] and session.turns[-1] is turn
+    assert session.send("b").result().number == turn.number + 1
+
+
+def test_nothing_is_read_of_a_reply_that_somebody_else_closed_unread(session: Session) -> None:
+    reply = session.send("a")
+    take = reply._take
+
+    def closed_before(delta: Any) -> bool:
+        other = threading.Thread(target=reply.close)
+        other.start()
+        other.join()
+        return take(delta)
+
+    reply._take = closed_before  # type: ignore[method-assign]
+    assert list(reply) == [] and reply.token_ids == () and len(session.turns) == 1
+
+
+@pytest.mark.parametrize("failing", ["read", "answer"])
+def test_a_session_goes_on_where_an_answer_cannot_be_written_down(
+    session: Session, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, writer = session.turns, session._setting.writer
+
+    def fail(*_: object) -> Any:
+        raise ValueError("no such answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, failing, fail)
+        reply = session.send("a")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no such answer"):
+                reply.result()
+    assert not reply.open and session.turns == before
+    assert session.send("a").result() is session.turns[-1]
+
+
+def test_a_forgotten_reader_waits_for_nobody(session: Session) -> None:
+    reply = session.send("a", **LONG)
+    pieces = iter(reply)
+    next(pieces)
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with reply._lock:
+            held.set()
+            assert release.wait(60)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(60)
+    del pieces  # as the garbage collector does, wherever the thread is
+    gc.collect()
+    assert reply.open
+    release.set()
+    other.join()
+    reply.close()
+    assert session.turns[-1] is reply.result()
+
+
+def test_closing_a_session_in_the_middle_of_a_send_aborts_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, submit, streams = engine.session(**LONG), engine.submit, []
+
+    def closed_meanwhile(*args: Any, **kwargs: Any) -> Any:
+        streams.append(submit(*args, **kwargs))
+        other = threading.Thread(target=session.close)
+        other.start()
+        other.join()
+        return streams[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "submit", closed_meanwhile)
+        with still(engine), pytest.raises(InvalidRequest, match="this session is closed: send to"):
+            session.send("hello")
+    assert streams[0].result().finish_reason == "abort"
+    assert session.turns == () and session._reply is None
+
+
 def test_an_unread_reply_that_is_forgotten_with_its_session_lets_go(engine: Engine) -> None:
     session = engine.session(**GREEDY)
     session.send("hello")

@@ -14,8 +14,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from radixkv.service.engine.grammar import GrammarSpec
 from radixkv.service.engine.grammar_ends import schema_can_end
 from radixkv.service.engine.grammar_lark import lark_can_end
 from radixkv.service.engine.grammar_state import GrammarState, allowed_bits, in_brief
+from radixkv.service.engine.grammar_turns import TenantTurns
 from radixkv.service.engine.grammar_vocab import Vocabulary
 from radixkv.service.engine.token_text import TokenText
 
@@ -108,7 +110,7 @@ class Grammars:
         # A refusal is kept as well, as its words: an error is one caller's own.
         self._kept: OrderedDict[tuple[str, GrammarSpec], Future[Grammar | str]] = OrderedDict()
         self._kept_chars = 0
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="radixkv-grammar")
+        self._turns: TenantTurns[Grammar | str] = TenantTurns("radixkv-grammar")
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -131,6 +133,9 @@ class Grammars:
 
     def compiled(self, spec: GrammarSpec, tenant: str) -> Grammar:
         """Return the grammar for ``spec``; raises InvalidRequest with llguidance's own words."""
+        return _or_refusal(self._compiled(spec, tenant))
+
+    def _compiled(self, spec: GrammarSpec, tenant: str) -> Grammar | str:
         key = (tenant, spec)
         with self._lock:
             found = self._kept.get(key)
@@ -149,26 +154,22 @@ class Grammars:
                 mine.set_result(str(refusal))
             except BaseException as error:  # whoever waits must be told, whatever it is
                 mine.set_exception(error)
-        grammar = found.result()
-        if isinstance(grammar, str):
-            raise InvalidRequest(grammar, param="grammar")
-        return grammar
+        return found.result()
 
     async def compile_beside(self, spec: GrammarSpec, tenant: str, param: str = "grammar") -> None:
         """Have ``spec`` compiled in a thread, so that ``compiled`` has it at once.
 
-        Two threads at most, whoever asks: a stream of hostile schemas takes no more of the machine.
-        Raises InvalidRequest that names ``param``.
+        A few threads at most, whoever asks, and each tenant in its turn: a stream of hostile
+        schemas takes no more of the machine, and no other tenant waits behind it. Raises
+        InvalidRequest that names ``param``, and Overloaded if too many of the tenant's wait.
         """
-        try:
-            if self.is_kept(spec, tenant):
-                self.compiled(spec, tenant)
-            else:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._threads, self.compiled, spec, tenant)
-        except InvalidRequest as e:
-            e.param = param
-            raise
+        compiled = partial(self._compiled, spec, tenant)
+        if self.is_kept(spec, tenant):
+            _or_refusal(compiled(), param)
+        else:
+            _or_refusal(
+                await asyncio.wrap_future(self._turns.submit(tenant, spec, compiled)), param
+            )
 
     def _drop_oldest(self) -> None:
         while len(self._kept) > MAX_KEPT or (
@@ -176,6 +177,12 @@ class Grammars:
         ):
             (_, spec), _ = self._kept.popitem(last=False)
             self._kept_chars -= len(spec.source)
+
+
+def _or_refusal(compiled: Grammar | str, param: str = "grammar") -> Grammar:
+    if isinstance(compiled, str):
+        raise InvalidRequest(compiled, param=param)
+    return compiled
 
 
 def _on_deep_stack(function: Callable[[], T]) -> T:
