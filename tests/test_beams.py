@@ -18,6 +18,7 @@ from radixkv.service.engine.beams import BeamParams
 from radixkv.service.engine.keep import Keep
 from radixkv.service.engine.loading import LoadedModel, load_model, resolve_model
 from radixkv.service.engine.params import SamplingParams
+from radixkv.service.engine.stream import Stream
 from tests import tiny_models
 from tests.beam_cases import Answer, assert_same, by_transformers
 
@@ -329,3 +330,28 @@ def test_draws_that_are_aborted_return_nothing(engine: Engine) -> None:
     assert [c.finish_reason for c in stream.result().choices] == ["abort", "abort"]
     with pytest.raises(InvalidRequest, match="best_of"):
         engine.generate(tokens(7, 8), n=2, best_of=1)
+
+
+def test_draws_may_be_aborted_when_the_first_of_them_is_over_already(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ERRORS-3: whoever leaves takes nobody along."""
+    core, step, met = engine._core, engine._core.step, list[Stream]()
+
+    def step_and_abort() -> None:
+        step()
+        for request in core.in_flight():
+            over = {seq.index for seq, _ in request.drawn}
+            if 0 in over and request.sequences and request.stream not in met:
+                met.append(request.stream)
+                request.stream.abort()
+
+    monkeypatch.setattr(core, "step", step_and_abort)
+    for seed in range(20):
+        params = SamplingParams(
+            n=2, best_of=4, max_tokens=60, seed=seed, stop_token_ids=tuple(range(3, 100))
+        )
+        stream = engine.submit(tokens(7, 8), params)
+        reasons = [choice.finish_reason for choice in stream.result().choices]
+        assert stream not in met or reasons == ["abort", "abort"]
+    assert met and engine.alive and engine.check() == []

@@ -328,6 +328,29 @@ def test_a_dead_engine_says_so_to_everyone(llama: LoadedModel, monkeypatch: Any)
             engine.cache.reset()
 
 
+def test_a_message_that_fails_while_an_engine_ends_keeps_no_news_from_the_others(
+    llama: LoadedModel, monkeypatch: Any
+) -> None:
+    """ERRORS-3"""
+    with Engine(llama, kv_memory=POOL) as engine:
+        core = engine._core
+        waiting = engine.stream_generate(tokens(5, 1), max_tokens=900, ignore_eos=True)
+        deltas = iter(waiting)
+        next(deltas)
+
+        def broken() -> None:
+            for _ in range(2):
+                core._inbox.put(lambda: 1 // 0)  # met first by the burial
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(core, "step", broken)
+        with pytest.raises(EngineDead, match="has failed"):
+            for _ in deltas:
+                pass
+        core._thread.join(5)
+        assert isinstance(engine.failure, RuntimeError) and not core.in_flight()
+
+
 def test_closing_ends_what_runs_and_refuses_what_comes(llama: LoadedModel) -> None:
     engine = Engine(llama, kv_memory=POOL)
     stream = engine.stream_generate(tokens(5, 1), max_tokens=900, ignore_eos=True)

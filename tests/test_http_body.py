@@ -91,6 +91,7 @@ def test_what_is_no_proper_json_is_refused_with_the_reason(raw: bytes, words: st
         ({"min_tokens": 5, "max_tokens": 3}, "min_tokens", "max_tokens"),
         ({"chat_template_kwargs": {"chat_template": "{{1}}"}}, "chat_template_kwargs", "set here"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "set here"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "set here"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, words: str) -> None:

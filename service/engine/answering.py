@@ -131,6 +131,7 @@ class Answering:
             self._finish_output(request, seq.output, seq.index)
             if request.on_choice is not None:
                 request.on_choice(seq)
+        request.first_choice = None  # it may have been drawn from, or be over
         for index in range(request.params.n):
             if index not in stream._choices:  # never born, or not selected
                 self._finish_output(request, self._make_choice(request, index)[1], index)

@@ -270,7 +270,12 @@ class EngineCore:
     def _bury(self) -> None:
         """Tell everybody who still waits; the thread is about to end."""
         self._dead = True
-        self._inbox.read()
+        while True:
+            try:
+                self._inbox.read()
+                break
+            except BaseException:  # one message; those behind it are read all the same
+                log.exception("a message to the engine failed while it ended")
         self._answering.abandon(self._death)
         self._outbox.flush()
 

@@ -65,6 +65,8 @@ class Prompting:
             raise InvalidRequest(
                 "this model's tokenizer has no chat template; use completions", param="messages"
             )
+        if "self" in (template_kwargs or ()):  # the name that Jinja itself uses
+            raise InvalidRequest("template_kwargs cannot set 'self'", param="template_kwargs")
         if tools:
             self.expect_tools()
         if any(message.get("tool_calls") for message in messages) and not self._shows("calls"):

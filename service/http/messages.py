@@ -26,6 +26,7 @@ from radixkv.service.tools_history import shown_call
 # template, or what it returns, for everyone's server time.
 _RESERVED_KWARGS = frozenset(
     {
+        "self",
         "conversation",
         "messages",
         "chat_template",
