@@ -8,10 +8,12 @@ python examples/agent_with_langchain.py
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Literal
 
 try:
+    import openai
     from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -28,18 +30,33 @@ def weather(city: Literal["Oslo", "Paris", "Rome"]) -> str:
 
 
 def main() -> None:
-    """Ask twice; each time the model must call the tool, and then answers in words."""
+    """Take the options and ask; what goes wrong there is said in one line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--key", default="none", help="a tenant's key, if the server has tenants")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get("RADIXKV_API_KEY") or "none",
+        help="a tenant's key, if the server has tenants; default: RADIXKV_API_KEY",
+    )
     asked = parser.parse_args()
+    url = asked.url.rstrip("/").removesuffix("/v1")
     model = ChatOpenAI(
         model="default",
-        base_url=asked.url,
+        base_url=f"{url}/v1",
         api_key=asked.key,
         temperature=0,
         max_completion_tokens=60,
     )
+    try:
+        converse(model)
+    except openai.APIConnectionError:
+        sys.exit(f"no server answers at {url}; start one with: radixkv serve --chat-template FILE")
+    except openai.APIError as e:
+        sys.exit(f"{url} says: {e.message}")
+
+
+def converse(model: ChatOpenAI) -> None:
+    """Ask twice; each time the model must call the tool, and then answers in words."""
     # Both show the model the same tools, so that they share what is cached of the prompt.
     caller = model.bind_tools([weather], tool_choice="required", parallel_tool_calls=False)
     speaker = model.bind_tools([weather], tool_choice="none")

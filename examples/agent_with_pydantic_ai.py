@@ -8,6 +8,7 @@ python examples/agent_with_pydantic_ai.py
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Literal
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, Field
 
 try:
     from pydantic_ai import Agent, ModelSettings
+    from pydantic_ai.exceptions import ModelAPIError, ModelHTTPError
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 except ModuleNotFoundError:
@@ -40,12 +42,26 @@ class Ticket(BaseModel):
 
 
 def main() -> None:
-    """Sort three messages: a grammar makes each answer a Ticket, and the cache shares the rest."""
+    """Take the options and sort; what goes wrong there is said in one line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--key", default="none", help="a tenant's key, if the server has tenants")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get("RADIXKV_API_KEY") or "none",
+        help="a tenant's key, if the server has tenants; default: RADIXKV_API_KEY",
+    )
     asked = parser.parse_args()
-    provider = OpenAIProvider(base_url=asked.url, api_key=asked.key)
+    url = asked.url.rstrip("/").removesuffix("/v1")
+    try:
+        sort(OpenAIProvider(base_url=f"{url}/v1", api_key=asked.key))
+    except ModelHTTPError as e:
+        sys.exit(f"{url} says: {e}")
+    except ModelAPIError:
+        sys.exit(f"no server answers at {url}; start one with: radixkv serve --chat-template FILE")
+
+
+def sort(provider: OpenAIProvider) -> None:
+    """Sort three messages: a grammar makes each answer a Ticket, and the cache shares the rest."""
     agent = Agent(
         OpenAIChatModel("default", provider=provider),
         instructions=INSTRUCTIONS,

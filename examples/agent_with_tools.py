@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -67,10 +68,14 @@ def run(name: str, arguments: str) -> str:
 
 
 def main() -> None:
-    """Let the model call until it answers in words, or has had its steps."""
+    """Take the options and let the agent run; what goes wrong there is said in one line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--key", default="none", help="a tenant's key, if the server has tenants")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get("RADIXKV_API_KEY") or "none",
+        help="a tenant's key, if the server has tenants; default: RADIXKV_API_KEY",
+    )
     parser.add_argument(
         "--forced-steps",
         type=int,
@@ -79,20 +84,31 @@ def main() -> None:
     )
     parser.add_argument("--max-steps", type=int, default=5)
     asked = parser.parse_args()
-    client = openai.OpenAI(base_url=asked.url, api_key=asked.key)
+    url = asked.url.rstrip("/").removesuffix("/v1")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=asked.key)
+    try:
+        agent(client, asked.forced_steps, asked.max_steps)
+    except openai.APIConnectionError:
+        sys.exit(f"no server answers at {url}; start one with: radixkv serve --chat-template FILE")
+    except openai.APIError as e:
+        sys.exit(f"{url} says: {e.message}")
+
+
+def agent(client: openai.OpenAI, forced_steps: int, max_steps: int) -> None:
+    """Let the model call until it answers in words, or has had its steps."""
     messages: list[Any] = [
         {"role": "system", "content": "Use the functions, and answer in one short sentence."},
         {"role": "user", "content": QUESTION},
     ]
     print(f"> {QUESTION}")
     prompted = computed = 0
-    for step in range(1, asked.max_steps + 1):
-        choice: Any = "required" if step <= asked.forced_steps else "auto"
+    for step in range(1, max_steps + 1):
+        choice: Any = "required" if step <= forced_steps else "auto"
         reply = client.chat.completions.create(
             model="default",
             messages=messages,
             tools=TOOLS,
-            tool_choice="none" if step == asked.max_steps else choice,
+            tool_choice="none" if step == max_steps else choice,
             parallel_tool_calls=False,
             temperature=0,
             max_tokens=80,
@@ -118,9 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except openai.APIConnectionError:
-        sys.exit("no server answers there; start one with: radixkv serve --chat-template FILE")
-    except openai.APIError as e:
-        sys.exit(e.message)
+    main()

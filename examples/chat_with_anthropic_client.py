@@ -8,6 +8,7 @@ python examples/chat_with_anthropic_client.py
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -20,12 +21,26 @@ RULES = "You are the guide of a small museum of clocks. " + "Answer in one short
 
 
 def main() -> None:
-    """Ask two questions; the second finds the system prompt that the first has pinned."""
+    """Take the options and ask; what goes wrong there is said in one line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--key", default="none", help="a tenant's key, if the server has tenants")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get("RADIXKV_API_KEY") or "none",
+        help="a tenant's key, if the server has tenants; default: RADIXKV_API_KEY",
+    )
     asked = parser.parse_args()
-    client = anthropic.Anthropic(base_url=asked.url, api_key=asked.key)
+    url = asked.url.rstrip("/").removesuffix("/v1")
+    try:
+        converse(anthropic.Anthropic(base_url=url, api_key=asked.key))
+    except anthropic.APIConnectionError:
+        sys.exit(f"no server answers at {url}; start one with: radixkv serve")
+    except anthropic.APIError as e:
+        sys.exit(f"{url} says: {e.message}")
+
+
+def converse(client: anthropic.Anthropic) -> None:
+    """Ask two questions; the second finds the system prompt that the first has pinned."""
     system: Any = [
         {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     ]

@@ -6,6 +6,8 @@ python examples/chat_with_openai_client.py     # needs: pip install openai
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import time
 from typing import Any
@@ -22,13 +24,30 @@ QUESTIONS = (
 )
 
 
-def main(base_url: str = "http://127.0.0.1:8000/v1") -> None:
-    """Hold a short conversation; each turn sends the whole of it again."""
-    client = openai.OpenAI(base_url=base_url, api_key="not-needed")
+def main() -> None:
+    """Take the options and talk; what goes wrong there is said in one line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8000", help="where the server is"
+    )
+    parser.add_argument(
+        "--key",
+        default=os.environ.get("RADIXKV_API_KEY") or "none",
+        help="a tenant's key, if the server has tenants; default: RADIXKV_API_KEY",
+    )
+    asked = parser.parse_args()
+    url = asked.url.rstrip("/").removesuffix("/v1")
     try:
-        model = client.models.list().data[0].id
+        converse(openai.OpenAI(base_url=f"{url}/v1", api_key=asked.key))
     except openai.APIConnectionError:
-        sys.exit(f"no server answers at {base_url}; start one with: radixkv serve")
+        sys.exit(f"no server answers at {url}; start one with: radixkv serve")
+    except openai.APIError as e:
+        sys.exit(f"{url} says: {e.message}")
+
+
+def converse(client: openai.OpenAI) -> None:
+    """Hold a short conversation; each turn sends the whole of it again."""
+    model = client.models.list().data[0].id
     messages: list[Any] = [{"role": "system", "content": "You are brief and exact."}]
     for question in QUESTIONS:
         print(f"\n> {question}")
@@ -59,4 +78,4 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main()

@@ -12,7 +12,8 @@ import pytest
 
 from radixkv.service.engine.engine import Engine
 from radixkv.service.engine.loading import LoadedModel
-from tests.http_server import RunningServer
+from tests.http_server import RunningServer, running_server
+from tests.tenant_files import open_gate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 COUNTS = re.compile(r"(\d+) prompt tokens cached, (\d+) computed")
@@ -89,6 +90,26 @@ def test_a_chat_of_openais_client_goes_on_from_what_is_cached(
     turns = counts(said)
     assert len(turns) == 3
     assert all(cached > computed for cached, computed in turns[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("chat_with_openai_client.py", []), ("chat_with_anthropic_client.py", ["--url"])],
+)
+def test_a_server_that_wants_another_key_is_quoted_in_one_line(
+    name: str,
+    option: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With or without /v1 in the URL; the key is the one of RADIXKV_API_KEY."""
+    gate, _ = open_gate(tmp_path, alice={})
+    with running_server(gate=gate) as server:
+        for url in (server.url, f"{server.url}/v1"):
+            monkeypatch.setenv("RADIXKV_API_KEY", "rk-wrong")
+            with pytest.raises(SystemExit, match=f"^{server.url} says: .*Incorrect API key"):
+                run(name, [*option, url], monkeypatch, capsys)
 
 
 def test_the_judge_computes_its_rubric_once(
