@@ -111,11 +111,11 @@ class TenantTurns(Generic[T]):
             for waiter in done:
                 if not waiter.set_running_or_notify_cancel():
                     continue
-                error = outcome.exception()
-                if error is None:
+                failure = outcome.exception()
+                if failure is None:
                     waiter.set_result(outcome.result())
                 else:
-                    waiter.set_exception(error)
+                    waiter.set_exception(failure)
 
     def _left(self, job: _Job[T], waiter: Future[T]) -> None:
         """``waiter`` waits no more: drop what nobody else waits for."""
