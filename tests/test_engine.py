@@ -338,9 +338,12 @@ def test_a_message_that_fails_while_an_engine_ends_keeps_no_news_from_the_others
         deltas = iter(waiting)
         next(deltas)
 
+        def fails() -> None:
+            raise ZeroDivisionError
+
         def broken() -> None:
-            for _ in range(2):
-                core._inbox.put(lambda: 1 // 0)  # met first by the burial
+            core._inbox.put(fails)  # met first by the burial
+            core._inbox.put(fails)
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(core, "step", broken)
