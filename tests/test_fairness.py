@@ -128,6 +128,37 @@ def test_prompts_admitted_while_a_tenant_was_alone_do_not_keep_every_step_to_it(
     assert ids_of(quiet) == [greedy(prompt(12, 99), 2)]
 
 
+def test_the_prompt_of_one_who_asks_now_and_then_is_computed_in_one_go() -> None:
+    """Beside one who always asks it takes the steps that it takes alone, and one more at most."""
+    rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32)
+    for i in range(8):
+        rig.submit(prompt(300, i), 1, origin=LOUD)
+    rig.turn(30)
+    for i in range(3):
+        quiet = rig.submit(prompt(96, 90 + i), 1, origin=QUIET)
+        rig.turn(96 // 16 + 1)
+        assert quiet.finished, f"prompt {i}"
+        rig.turn(8)
+
+
+def test_one_who_then_asks_all_the_time_is_ahead_by_a_burst_at_the_most() -> None:
+    rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32)
+    fairness = rig.core.scheduler.fairness
+    fairness.burst = 64
+    for i in range(8):
+        rig.submit(prompt(300, i), 1, origin=LOUD)
+    rig.turn(30)
+    loud, quiet = fairness.account(LOUD.tenant), fairness.account(QUIET.tenant)
+    before = loud.prompt_tokens_computed
+    for i in range(8):
+        rig.submit(prompt(300, 50 + i), 1, origin=QUIET)
+    ahead = []
+    for _ in range(60):
+        rig.turn()
+        ahead.append(quiet.prompt_tokens_computed - (loud.prompt_tokens_computed - before))
+    assert 64 <= max(ahead) <= 64 + 16 and min(ahead[10:]) > 0
+
+
 def test_a_tenant_that_was_away_has_saved_up_no_more_than_a_quantum() -> None:
     rig = Rig(num_blocks=512, max_batch_tokens=32, max_num_seqs=4)
     a, b = Load(rig, Origin(tenant="a"), 6, 1), Load(rig, Origin(tenant="b"), 6, 2)

@@ -20,7 +20,10 @@ misses ("Locality-aware Fair Scheduling in LLM Serving", 2025). That is deficit 
 
 The tokens of a step are shared out by the same rule with levels of their own (*ran*: all that was
 computed, charged when it is), or a tenant whose long prompts were all admitted while it was alone
-would keep every step to itself. Interactive work and batch work are counted apart, as two lanes.
+would keep every step to itself. What a tenant computed while no other had a prompt there counts up
+to a *burst* beyond the floor: so the prompt of one that asks now and then is computed in one go, in
+nearly the steps that it would take alone, and not in turns with those of one that always asks.
+Interactive work and batch work are counted apart, as two lanes.
 """
 
 from __future__ import annotations
@@ -34,6 +37,11 @@ from radixkv.errors import InvalidConfig
 MAX_PASSES = 16
 """Admissions of others before a tenant that has the turn and no room for its next sequence; then
 nobody starts until it has."""
+
+
+BURST_TOKENS = 2048
+"""Prompt tokens of one who asks now and then that go before those of one who always asks; per unit
+of weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,8 @@ class Fairness:
 
     quantum: int
     """Tokens per unit of weight."""
+    burst: int = BURST_TOKENS
+    """The same, of a step's tokens: see the module."""
     changed: set[Account] = field(default_factory=set)
     """Accounts of which a number is new; whoever shows them empties it."""
     _accounts: dict[tuple[str, bool], Account] = field(default_factory=dict)
@@ -235,7 +245,8 @@ class Fairness:
         """Charge what the changed accounts had since the last time.
 
         ``waited``: somebody waited while others had it; ``competed``: prompts of others were there
-        to be computed. Otherwise it kept nobody from anything, and is charged up to a quantum only.
+        to be computed. Otherwise it kept nobody from anything, and is charged up to a quantum, or a
+        burst, only.
         """
         now = next(self._serial)
         for account in self.changed:
@@ -248,5 +259,5 @@ class Fairness:
             if account.step_tokens:
                 ran = account.ran + account.step_tokens / weight
                 if not competed:
-                    ran = min(ran, max(account.ran, lane.ran + self.quantum))
+                    ran = min(ran, max(account.ran, lane.ran + self.burst))
                 account.ran, account.step_tokens, account.stepped = ran, 0, now
