@@ -1,41 +1,30 @@
 """Sessions: chats with an engine in this process, which can fork, go back, and stay resident.
 
-Knows what was said, where each session stands and when its lease changes hands; nothing of how text
-becomes tokens (session_text.py) or of how blocks are held (session_hold.py).
+Knows where each session stands and when its lease changes hands; nothing of how text becomes tokens
+(session_text.py), of how blocks are held (session_hold.py) or of what a session is given once
+(session_opening.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixkv.errors import ContextTooLong, InvalidRequest
-from radixkv.service.engine.grammar import take_grammar
-from radixkv.service.engine.origin import Origin, take_origin
-from radixkv.service.engine.params import SamplingParams, sampling_params
+from radixkv.service.engine.origin import Origin
+from radixkv.service.session_arguments import named, one_answer, whole
 from radixkv.service.session_hold import Hold, Holds, SessionLease
 from radixkv.service.session_reply import Reply, Turn
+from radixkv.service.session_snapshot import Snapshot
 from radixkv.service.session_text import Message, Transcript, Writer
 from radixkv.tokens import encode
 
 if TYPE_CHECKING:
     from radixkv.service.engine.engine import Engine
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Snapshot:
-    """A place in a conversation. Never changes; what comes after it points back to it."""
-
-    transcript: Transcript
-    turn: Turn | None = None
-    before: Snapshot | None = None
-    number: int = 0
-    """Turns up to here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +99,7 @@ class Session:
         setting, holds = self._setting, self._setting.holds
         with holds.lock:
             self._expect_open("send to")
-            if self._sending or self._reply is not None:
+            if self._answering:
                 raise InvalidRequest(
                     "a reply of this session is still open: read it to its end (result()) or "
                     "close() it; to ask several things at once, fork the session"
@@ -118,11 +107,7 @@ class Session:
             self._sending = True
         try:
             at = self._at
-            given = dict(sampling)
-            grammar = take_grammar(given)
-            if grammar is not None:
-                given["grammar"] = grammar
-            params = _params({**setting.sampling, "seed": self._seed, **given})
+            params = one_answer({**setting.sampling, "seed": self._seed, **named(sampling)})
             prompt = setting.writer.ask(at.transcript, content)
             ids = prompt.ids
             before = self._hold
@@ -138,12 +123,7 @@ class Session:
                     on_choice=holds.at_end(hold, before),
                 )
             except ContextTooLong as error:
-                answer, had = error.max_tokens or 1, len(at.transcript.ids)
-                error.args = (
-                    f"{error} The session has {had} tokens, this adds {len(ids) - had}, and with "
-                    f"{answer} for an answer that is {len(ids) + answer - error.limit} too many: "
-                    "rewind it, or begin another with a summary.",
-                )
+                _say_what_is_long(error, had=len(at.transcript.ids), num_tokens=len(ids))
                 raise
             reply = Reply(
                 stream,
@@ -169,7 +149,7 @@ class Session:
         Each is to be closed by itself. If this session has a seed, each fork gets one of its own,
         drawn from that and from which fork it is: else all would answer the same.
         """
-        n = _whole("n", n)
+        n = whole("n", n)
         if n < 1:
             raise InvalidRequest(f"fork({n}); wanted 1 or more", param="n")
         with self._setting.holds.lock:
@@ -186,27 +166,12 @@ class Session:
         What came after is let go, unless a fork holds it. Never waits. Raises InvalidRequest if
         there is no such turn or a reply is open.
         """
-        turn, holds = _whole("turn", turn), self._setting.holds
+        turn, holds = whole("turn", turn), self._setting.holds
         with holds.lock:
             self._expect_open("rewind")
-            if self._sending or self._reply is not None:
+            if self._answering:
                 raise InvalidRequest("a reply of this session is open: read or close() it first")
-            number = self._at.number
-            wanted = turn if turn >= 0 else number + turn
-            if not 0 <= wanted <= number:
-                wanted_is = (
-                    f"wanted 0 to {number}, or a negative number down to -{number} to count from "
-                    "the end"
-                    if number
-                    else "wanted 0"
-                )
-                raise InvalidRequest(
-                    f"rewind({turn}): the session has {number} turns; {wanted_is}", param="turn"
-                )
-            at: Snapshot = self._at
-            while at.number > wanted:
-                assert at.before is not None
-                at = at.before
+            at = self._at.back_to(turn)
             if at is not self._at:
                 self._at = at
                 tokens = encode(self._setting.writer.ids(at.transcript))
@@ -231,12 +196,7 @@ class Session:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """What was sent and answered, the first first."""
-        found = []
-        at: Snapshot | None = self._at
-        while at is not None and at.turn is not None:
-            found.append(at.turn)
-            at = at.before
-        return tuple(reversed(found))
+        return self._at.turns
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -314,6 +274,11 @@ class Session:
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    @property
+    def _answering(self) -> bool:
+        """Whether a reply is open, or about to be."""
+        return self._sending or self._reply is not None
+
     def _expect_open(self, verb: str) -> None:
         if self._closed:
             raise InvalidRequest(f"this session is closed: {verb} one that is open, or a fork")
@@ -329,13 +294,12 @@ class Session:
 
     def _settle(self, prompt: Transcript, hold: Hold, turn: Turn | None) -> None:
         """The reply was read or left: go on to what it says, if it says anything."""
-        holds, at = self._setting.holds, self._at
-        after = None
-        gone = hold
+        holds, gone = self._setting.holds, hold
+        after: Snapshot | None = None
         try:
             if turn is not None:
                 transcript = self._setting.writer.answer(prompt, turn.text, turn.token_ids)
-                after = Snapshot(transcript, turn, at, at.number + 1)
+                after = self._at.then(transcript, turn)
         finally:  # also where that fails: then nothing was sent
             with holds.lock:
                 self._reply = None
@@ -348,48 +312,10 @@ class Session:
             holds.settle(hold, len(prompt.ids) + len(turn.token_ids))
 
 
-def open_session(
-    engine: Engine,
-    holds: Holds,
-    writer: Writer,
-    messages: Sequence[Message],
-    *,
-    ttl_s: float | None,
-    budget_blocks: int | None,
-    sampling: Mapping[str, Any],
-) -> Session:
-    """Begin a session; ``sampling`` are fields of SamplingParams and of Origin. Raises
-    InvalidRequest for what is none of them, or out of range."""
-    if ttl_s is not None and (not isinstance(ttl_s, int | float) or not ttl_s > 0):
-        raise InvalidRequest(f"ttl_s is {ttl_s!r}; wanted more than 0 seconds, or None")
-    if budget_blocks is not None and _whole("budget_blocks", budget_blocks) < 0:
-        raise InvalidRequest(f"budget_blocks is {budget_blocks!r}; wanted 0 or more, or None")
-    fields = dict(sampling)
-    origin = take_origin(fields)
-    grammar = take_grammar(fields)
-    if grammar is not None:
-        fields["grammar"] = grammar
-    _params(fields)
-    seed = fields.pop("seed", None)
-    setting = Setting(engine, holds, writer, origin, fields)
-    hold = Hold(origin.tenant, ttl_s, budget_blocks)
-    return Session(setting, Snapshot(Transcript(tuple(messages))), hold, seed)
-
-
-def _whole(name: str, value: object) -> int:
-    """Return a whole number as an int, NumPy's too; raises InvalidRequest for anything else."""
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]  # that is what is found out
-        except TypeError:
-            pass
-    raise InvalidRequest(f"{name} is {value!r:.100}; wanted a whole number", param=name)
-
-
-def _params(fields: Mapping[str, Any]) -> SamplingParams:
-    params = sampling_params(fields)
-    if params.num_sequences != 1 or params.selects:
-        raise InvalidRequest(
-            "a session has one answer a turn, and no beams: fork it to have several", param="n"
-        )
-    return params
+def _say_what_is_long(error: ContextTooLong, *, had: int, num_tokens: int) -> None:
+    answer = error.max_tokens or 1
+    error.args = (
+        f"{error} The session has {had} tokens, this adds {num_tokens - had}, and with "
+        f"{answer} for an answer that is {num_tokens + answer - error.limit} too many: "
+        "rewind it, or begin another with a summary.",
+    )

@@ -1,6 +1,7 @@
 """What a session has said so far, as text and as the token ids that were really used.
 
-Knows templates, tokenizers and pieces of text; nothing of engines, caches or leases.
+Knows templates and messages; nothing of engines, caches or leases, or of how the tokens of one
+piece join those of another (session_pieces.py).
 
 A transcript is made of pieces: what the template wrote, and what the model generated, whose ids are
 kept and never made again from their text (two tokenizations of one text differ, and the KV of one
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,32 +31,10 @@ from typing import Any, Protocol
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.public_prompts import chat_prefix
+from radixkv.service.session_pieces import Joiner, Piece
 from radixkv.service.tools_pieces import Answer
 
 Message = Mapping[str, Any]
-_MOST_TRIMMED = 8  # tokens at the end of an answer that may be nothing but space
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of the prompt: what the template wrote, or what the model generated."""
-
-    ids: tuple[int, ...]
-    text: str
-    """Without the names of special tokens, if it was generated."""
-    in_place: str | None = None
-    """If it was generated, what it adds to the text before it; None if the template wrote it."""
-
-    @property
-    def generated(self) -> bool:
-        """Whether the model said it."""
-        return self.in_place is not None
-
-    def found_in(self, text: str, at: int) -> int | None:
-        """Return how many characters of ``text`` from ``at`` on are this; None if they are not."""
-        if self.in_place is not None and text.startswith(self.in_place, at):
-            return len(self.in_place)
-        return len(self.text) if text.startswith(self.text, at) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +119,7 @@ class ChatWriter:
         """Add an assistant's message."""
         said = {"role": "assistant", "content": text}
         return Transcript(
-            (*prompt.messages, said), (*prompt.pieces, self._joiner.generated(prompt, ids))
+            (*prompt.messages, said), (*prompt.pieces, self._joiner.generated(prompt.pieces, ids))
         )
 
     def ids(self, transcript: Transcript) -> tuple[int, ...]:
@@ -210,7 +189,7 @@ class PlainWriter:
 
     def answer(self, prompt: Transcript, text: str, ids: Sequence[int]) -> Transcript:
         """Add what was generated; the head of a cut token is tokenized by itself."""
-        piece = self._joiner.generated(prompt, ids)
+        piece = self._joiner.generated(prompt.pieces, ids)
         pieces = (*prompt.pieces, piece)
         if len(text) > len(piece.text) and text.startswith(piece.text):
             head = text[len(piece.text) :]
@@ -224,66 +203,6 @@ class PlainWriter:
     def read(self, text: str) -> Answer:
         """All is text."""
         return Answer(text)
-
-
-class Joiner:
-    """Tokenizes what goes on from other tokens, and says what tokens add to others."""
-
-    def __init__(self, prompting: Prompting, tokenizer: Any) -> None:
-        self._tokenize: Callable[[str], list[int]] = partial(
-            prompting.tokenize, add_special_tokens=False
-        )
-        self._tokenizer = tokenizer
-        # Some tokenizers begin every text with a space of their own, which text that goes on must
-        # not get. They do not behind a special token.
-        self._anchor = ""
-        eos = tokenizer.eos_token
-        if eos:
-            behind = self._tokenize(f"{eos}a")
-            if behind[:1] == [tokenizer.eos_token_id] and behind[1:] != self._tokenize("a"):
-                self._anchor = eos
-
-    def tokenize(self, text: str, *, first: bool) -> tuple[int, ...]:
-        """Return the ids of ``text``, which begins a prompt or goes on from something."""
-        if first or not self._anchor or not text:
-            return tuple(self._tokenize(text))
-        return tuple(self._tokenize(self._anchor + text)[1:])
-
-    def said(self, ids: Sequence[int]) -> str:
-        """Return the text of ids by themselves, without the names of special tokens."""
-        return self._decode(ids, skip=True)
-
-    def generated(self, prompt: Transcript, ids: Sequence[int]) -> Piece:
-        """Return the piece that ``ids`` are behind ``prompt``."""
-        before = next(piece.ids[-1] for piece in reversed(prompt.pieces) if piece.ids)
-        return self._piece(before, tuple(ids))
-
-    def trimmed(self, piece: Piece, text: str, at: int) -> Piece | None:
-        """Return the beginning of ``piece``, but for spaces, that ``text`` has from ``at`` on."""
-        assert piece.in_place is not None
-        lead = piece.in_place.removesuffix(piece.text) if piece.text else ""
-        for before in {lead, ""}:
-            bare = (before + piece.text).rstrip()
-            if len(bare) <= len(before) or not text.startswith(bare, at):
-                continue
-            for cut in range(1, min(_MOST_TRIMMED, len(piece.ids) - 1) + 1):
-                ids = piece.ids[:-cut]
-                begin = before + self.said(ids)
-                if bare.startswith(begin):
-                    return Piece(ids, begin, begin)
-        return None
-
-    def _piece(self, before: int, ids: tuple[int, ...]) -> Piece:
-        said = self.said(ids)
-        alone, both = self._decode([before], skip=False), self._decode([before, *ids], skip=False)
-        return Piece(ids, said, both[len(alone) :] if both.startswith(alone) else said)
-
-    def _decode(self, ids: Sequence[int], *, skip: bool) -> str:
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
-            )
-        )
 
 
 def read_messages(content: Any) -> list[Message]:

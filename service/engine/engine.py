@@ -20,7 +20,6 @@ import torch
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.errors import InvalidRequest
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.adapters import Adapter, Adapters, read_settings
 from radixkv.service.engine.building import kv_dtype_of, model_of, runner_of, settings_of
@@ -45,9 +44,10 @@ from radixkv.service.engine.request import Request, encode
 from radixkv.service.engine.request import Sequence as Choice
 from radixkv.service.engine.sampling import Prompt
 from radixkv.service.engine.stream import Stream
-from radixkv.service.session import Session, open_session
+from radixkv.service.session import Session
 from radixkv.service.session_hold import Holds
-from radixkv.service.session_text import ChatWriter, Message, PlainWriter, Writer, read_messages
+from radixkv.service.session_opening import open_session
+from radixkv.service.session_text import Message
 
 log = logging.getLogger("radixkv.engine")
 
@@ -237,24 +237,14 @@ class Engine(Managing):
         ``ttl_s`` seconds (None: until it is closed), ``budget_blocks`` of it at most. Computes
         nothing yet. Raises InvalidRequest.
         """
-        writer: Writer
-        begin: list[Message] = []
-        if system is not None:
-            begin.append({"role": "system", "content": system})
-        begin += read_messages(messages) if messages else []
-        if template:
-            writer = ChatWriter(
-                self._prompting, self.tokenizer, tools=tools, template_kwargs=template_kwargs
-            )
-        elif begin or tools or template_kwargs:
-            raise InvalidRequest("system, messages, tools and template_kwargs need the template")
-        else:
-            writer = PlainWriter(self._prompting, self.tokenizer)
         return open_session(
             self,
             self._holds,
-            writer,
-            begin,
+            system=system,
+            messages=messages,
+            tools=tools,
+            template=template,
+            template_kwargs=template_kwargs,
             ttl_s=ttl_s,
             budget_blocks=budget_blocks,
             sampling=sampling,
