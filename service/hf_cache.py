@@ -35,7 +35,7 @@ from radixkv.service.hf_rows import Declared, rows_of
 from radixkv.service.hf_scoring import Scores, score
 from radixkv.service.hf_stats import PrefixCacheStats
 from radixkv.table import BlockTable
-from radixkv.tokens import encode
+from radixkv.tokens import TOKEN_BYTES, encode
 
 
 class TransformersPrefixCache:
@@ -112,7 +112,7 @@ class TransformersPrefixCache:
             )
             undo.pop_all()  # the handle has them now
             self._sequences += len(tokens)
-            self._prompt += sum(map(len, tokens)) // 4
+            self._prompt += sum(map(len, tokens)) // TOKEN_BYTES
             self._shared += past.cached_tokens
         for lease in leases:
             weakref.finalize(past, self._dropped.append, lease)
@@ -146,7 +146,8 @@ class TransformersPrefixCache:
                     tokens = [tokens[0] + encode(grown)]
                 for row, (lease, ids, pad) in enumerate(zip(leases, tokens, pads, strict=True)):
                     if pad < known:
-                        self._store(past, row, lease.identity, ids[: 4 * (known - pad)], pad)
+                        known_ids = ids[: TOKEN_BYTES * (known - pad)]
+                        self._store(past, row, lease.identity, known_ids, pad)
             finally:
                 for lease in leases:
                     lease.release()
@@ -157,7 +158,7 @@ class TransformersPrefixCache:
         self, past: CachedPast, row: int, identity: CacheIdentity, ids: bytes, pad: int
     ) -> None:
         """Put the KV of a row's tokens into the pool, behind what is resident by now."""
-        end = len(ids) // 4
+        end = len(ids) // TOKEN_BYTES
         lease = self._prefixes.acquire(identity, ids, max_cached=end, resumed=True)
         with self._prefixes.open(lease) as table:
             first = table.num_tokens

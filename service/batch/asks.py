@@ -96,7 +96,7 @@ class Asks:
         return Ask(line, body, params, origin, plan)
 
     def prompts(self, ask: Ask) -> list[Prompt]:
-        """Render and tokenize; raises InvalidRequest, ContextTooLong or NeverFits."""
+        """Render and tokenize, and compile the grammar, if any; raises InvalidRequest."""
         engine, body, params = self._serving.engine, ask.body, ask.params
         if isinstance(body, ChatRequest):
             shown = [message.for_template() for message in body.messages]

@@ -14,7 +14,6 @@ A server that stops or dies leaves them as they are; the next one goes on where 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -173,10 +172,9 @@ class Jobs:
             self.store.update(batch)
         answers, errors = (self.store.result_path(batch.id, kind) for kind in ("out", "err"))
         done = Done()
-        before = await asyncio.to_thread(recover, answers, done)
-        before_bad = await asyncio.to_thread(recover, errors, done)
-        counts, end = (before[0], before_bad[1]), "completed"
-        tally = Tally()
+        answered, _ = await asyncio.to_thread(recover, answers, done)
+        _, refused = await asyncio.to_thread(recover, errors, done)
+        counts, end, tally = (answered, refused), "completed", Tally()
         if doc["status"] == "in_progress" and not self._is_cancelling(batch):
             with ResultFile(answers) as good, ResultFile(errors) as bad:
                 run = BatchRun(
@@ -234,8 +232,7 @@ class Jobs:
             "data": [{"code": code, "message": message, "param": None, "line": None}],
         }
         _set(batch, "failed")
-        with contextlib.suppress(NotFound):
-            self.store.update(batch)
+        self.store.update(batch)
 
     def _count(self, tenant: str, usage: Usage) -> None:
         if self._serving.metrics.tenants is not None:
@@ -248,10 +245,7 @@ def _set(batch: StoredBatch, status: str) -> None:
 
 
 def _counts(answers: int, errors: int, tally: Tally) -> dict[str, int]:
-    return {
-        "completed": answers + tally.answered,
-        "failed": errors + tally.refused,
-    }
+    return {"completed": answers + tally.answered, "failed": errors + tally.refused}
 
 
 def _usage(before: Spent, tally: Tally) -> dict[str, Any]:

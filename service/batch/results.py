@@ -54,9 +54,6 @@ class Done:
         self._ids: set[bytes] = set()
         self._faults: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._ids) + len(self._faults)
-
     def add(self, record: dict[str, Any]) -> None:
         """Note a line of an output or error file."""
         error = record.get("error")
@@ -81,7 +78,6 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
         self._file = path.open("ab")
 
     def append(self, records: list[dict[str, Any]]) -> None:

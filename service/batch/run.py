@@ -60,7 +60,6 @@ class BatchRun:
         errors: ResultFile | None = None,
         done: Done | None = None,
         url: str | None = None,
-        max_lines: int | None = None,
         share: float = 1.0,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         on_usage: Callable[[Usage], None] | None = None,
@@ -68,7 +67,7 @@ class BatchRun:
         """``errors``: where refusals go; None: beside the answers. ``done``: what a run before had.
 
         ``url``: the only one that lines may name. ``share``: of the engine's places and blocks.
-        ``max_lines``: more are refused, each. ``on_usage`` is told of every prompt that ended.
+        ``on_usage`` is told of every prompt that was answered.
         """
         self.tally = Tally()
         self._engine, self._asks = engine, asks
@@ -83,7 +82,6 @@ class BatchRun:
             tally=self.tally,
             refuse=self._refuse,
             url=url,
-            max_lines=max_lines,
         )
         self._pending: dict[int, _Pending] = {}
         self._flights: dict[asyncio.Task[None], Flight] = {}

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from radixkv.errors import RadixKVError
 from radixkv.service.batch.asks import Ask, Asks
-from radixkv.service.batch.lines import LineFault, line_at, read_lines
+from radixkv.service.batch.lines import Line, LineFault, line_at, read_lines
 from radixkv.service.batch.plan import Plan, Step
 from radixkv.service.batch.results import Done, digest, error_record, fault_record
 from radixkv.service.batch.tally import BatchStopped, Tally
@@ -36,11 +36,10 @@ class Source:
         tally: Tally,
         refuse: Callable[[dict[str, Any]], None],
         url: str | None,
-        max_lines: int | None,
     ) -> None:
         self._path, self._asks, self._done = path, asks, done
         self._tally, self._refuse = tally, refuse
-        self._url, self._max_lines = url, max_lines
+        self._url = url
         self._known: OrderedDict[int, Ask] = OrderedDict()
         self.stopping = False
         """Set from any thread: read no further."""
@@ -58,7 +57,7 @@ class Source:
                         if item.custom_id is not None:
                             seen.add(digest(item.custom_id))
                         raise item
-                    self._check(item.custom_id, item.number, item.url, seen)
+                    self._check(item, seen)
                 except LineFault as fault:
                     if self._done.has_fault(fault.number):
                         tally.skipped += 1
@@ -74,29 +73,22 @@ class Source:
                 except Exception as e:
                     self._refuse(error_record(item.custom_id, e))
 
-    def _check(self, custom_id: str, number: int, url: str, seen: set[bytes]) -> None:
-        name = digest(custom_id)
+    def _check(self, line: Line, seen: set[bytes]) -> None:
+        name = digest(line.custom_id)
         if name in seen:
             raise LineFault(
-                number,
+                line.number,
                 "duplicate_custom_id",
-                f"custom_id {custom_id[:80]!r} was used by a line before",
-                custom_id=custom_id,
+                f"custom_id {line.custom_id[:80]!r} was used by a line before",
+                custom_id=line.custom_id,
             )
         seen.add(name)
-        if self._url is not None and url != self._url:
+        if self._url is not None and line.url != self._url:
             raise LineFault(
-                number,
+                line.number,
                 "mismatched_url",
-                f"url is {url!r}; the batch's endpoint is {self._url!r}",
-                custom_id=custom_id,
-            )
-        if self._max_lines is not None and self._tally.lines > self._max_lines:
-            raise LineFault(
-                number,
-                "too_many_lines",
-                f"a batch has at most {self._max_lines} lines",
-                custom_id=custom_id,
+                f"url is {line.url!r}; the batch's endpoint is {self._url!r}",
+                custom_id=line.custom_id,
             )
 
     async def feed(self, plan: Plan) -> AsyncIterator[tuple[Ask, Step]]:
