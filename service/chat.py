@@ -64,9 +64,9 @@ class Client:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._options = {"max_tokens": max_tokens}
+        self._options: dict[str, float] = {"max_tokens": max_tokens}
         if temperature is not None:
-            self._options |= {"temperature": temperature}  # type: ignore[dict-item]
+            self._options["temperature"] = temperature
         with self._open("/v1/models", None) as reply:
             try:
                 self.model: str = json.load(reply)["data"][0]["id"]

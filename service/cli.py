@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import radixkv
 from radixkv.errors import RadixKVError
 from radixkv.service.cli_batch import batch
 from radixkv.service.cli_options import (
     CACHE,
+    DEFAULT_URL,
     LIMITS,
     MODEL,
     SERVER,
+    ApiKey,
     BlockSize,
     ChatTemplate,
     Device,
@@ -25,11 +26,13 @@ from radixkv.service.cli_options import (
     MaxModelLen,
     Model,
     NumThreads,
+    ServerUrl,
     ToolCallParser,
     option,
 )
 from radixkv.service.cli_serve import run_service
 from radixkv.service.cli_size import simulate_app, size
+from radixkv.service.cli_talk import fail
 from radixkv.service.cli_tenants import tenants_app
 from radixkv.service.config import load_settings
 
@@ -257,7 +260,7 @@ def serve(
         settings = load_settings(config, flags)
         code = run_service(settings)
     except RadixKVError as e:
-        _fail(str(e))
+        fail(str(e))
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)
@@ -265,7 +268,7 @@ def serve(
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    url: ServerUrl = DEFAULT_URL,
     system: Annotated[
         str | None, typer.Option(help="What the model is told first.", show_default=False)
     ] = None,
@@ -274,12 +277,7 @@ def chat(
         float | None,
         typer.Option(min=0, max=2, help="0 always gives the likeliest.", show_default=False),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="RADIXKV_API_KEY", help="For a server that asks for one.", show_default=False
-        ),
-    ] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk to a running server in the terminal.
 
@@ -292,26 +290,21 @@ def chat(
         client = Client(url, max_tokens=max_tokens, temperature=temperature, api_key=api_key)
         ChatTerminal(client, system=system).run(sys.stdin)
     except ChatError as e:
-        _fail(str(e))
+        fail(str(e))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
 @app.command()
 def inspect(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    url: ServerUrl = DEFAULT_URL,
     window: Annotated[str, typer.Option(help="Time of the hit rates, such as 90s or 1h.")] = "5m",
     depth: Annotated[int, typer.Option(min=1, max=100, help="Levels of the tree.")] = 4,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it anew until Ctrl-C.", show_default=False)
     ] = False,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="RADIXKV_API_KEY", help="For a server that asks for one.", show_default=False
-        ),
-    ] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Look into a running server's cache: pressure, hit rates, what is shared, pins, queues.
 
@@ -323,14 +316,6 @@ def inspect(
         client = CacheClient(url, api_key=api_key)
         show(client, window=window, depth=depth, watch_s=every if watch else None)
     except InspectError as e:
-        _fail(str(e))
+        fail(str(e))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def _fail(message: str) -> None:
-    """Say what is wrong, without a trace, and exit with 2."""
-    console = Console(stderr=True, highlight=False)
-    console.print("[red]radixkv:[/red] ", end="")
-    console.print(message, markup=False, soft_wrap=True)
-    raise typer.Exit(2)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,11 +31,15 @@ from radixkv.service.cli_options import (
     ToolCallParser,
     option,
 )
+from radixkv.service.cli_talk import fail, say
 from radixkv.service.config import load_settings
 
 if TYPE_CHECKING:
     from radixkv.service.batch.results import Done
     from radixkv.service.batch.tally import Tally
+
+_OWN = ("source", "output", "errors", "resume", "plan_memory")
+"""Flags that are no settings of an engine."""
 
 
 def batch(
@@ -100,17 +104,15 @@ def batch(
     A run that was interrupted, in whatever way, goes on with --resume: each line is answered
     exactly once. Exits with 1 if lines were refused, and 130 after Ctrl-C.
     """
-    own = ("source", "output", "errors", "resume", "plan_memory")
-    flags = {name: value for name, value in locals().items() if name not in own and value != []}
-    flags.pop("own", None)
+    flags = {name: value for name, value in locals().items() if name not in _OWN and value != []}
     try:
         settings = load_settings(None, {"batch_share": 1.0, **flags})
         done, before = _prepare(source, output, errors, resume=resume)
         code = _answer(settings.engine, source, output, errors, done, before, plan_memory)
     except (RadixKVError, OSError) as e:
-        _fail(str(e))
+        fail(str(e))
     except KeyboardInterrupt:
-        _fail("stopped; what was answered is kept, --resume goes on", code=130)
+        fail("stopped; what was answered is kept, --resume goes on", code=130)
     raise typer.Exit(code)
 
 
@@ -156,10 +158,6 @@ def _answer(
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-    def say(message: str) -> None:
-        console.print(message, markup=False, soft_wrap=True)
-
     from radixkv.service.engine.preflight import check_settings
     from radixkv.service.engine.resolving import resolve_model
 
@@ -198,11 +196,3 @@ def _answer(
         say(line)
     sys.stderr.flush()
     return 1 if tally.refused else 0
-
-
-def _fail(message: str, *, code: int = 2) -> NoReturn:
-    """Say what is wrong, without a trace, and exit."""
-    console = Console(stderr=True, highlight=False)
-    console.print("[red]radixkv:[/red] ", end="")
-    console.print(message, markup=False, soft_wrap=True)
-    raise typer.Exit(code)

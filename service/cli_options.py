@@ -1,4 +1,4 @@
-"""The flags that every command with an engine has, each said once; knows no settings' meaning."""
+"""The flags that several commands have, each said once; knows no settings' meaning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 MODEL, CACHE, LIMITS, SERVER = "Model", "Cache", "Limits", "Server"
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def option(panel: str, text: str, *names: str) -> typer.models.OptionInfo:
@@ -17,6 +18,7 @@ def option(panel: str, text: str, *names: str) -> typer.models.OptionInfo:
     return found
 
 
+# Of commands that have an engine.
 Model = Annotated[
     str | None, option(MODEL, "smollm2 (default), a directory, a hub name, or a .gguf file.")
 ]
@@ -40,5 +42,14 @@ ToolCallParser = Annotated[
         MODEL,
         "How the model writes calls of functions: auto (default) tells by the chat template; "
         "hermes (Qwen too), llama3_json or mistral.",
+    ),
+]
+
+# Of commands that ask a running server.
+ServerUrl = Annotated[str, typer.Option(help="Where the server is.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RADIXKV_API_KEY", help="For a server that asks for one.", show_default=False
     ),
 ]

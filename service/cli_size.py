@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.table import Table
 from radixkv.config import parse_bytes
 from radixkv.errors import InvalidConfig, RadixKVError
 from radixkv.ledger import Ledger, ledger_of, tail_of, weight_bytes
+from radixkv.service.cli_talk import fail, say
 from radixkv.simulate import lengths
 from radixkv.simulate.fragmentation import (
     OPT_13B_SLOTS,
@@ -71,7 +71,7 @@ def size(
         else:
             room = parse_bytes(kv_memory or "1GiB", "kv-memory")
     except RadixKVError as e:
-        _fail(str(e))
+        fail(str(e))
     facts = _facts(ledger, room, context, block_size)
     if gpu_memory is not None:
         facts["weight_bytes_estimated"] = weights
@@ -114,7 +114,7 @@ def simulate_fragmentation(
     are needed.
     """
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        _fail("--plot needs matplotlib; install it with: pip install matplotlib")
+        fail("--plot needs matplotlib; install it with: pip install matplotlib")
     try:
         if workload in lengths.PRESETS:
             work = lengths.draw(workload, requests, max_tokens=max_tokens, seed=seed)
@@ -133,7 +133,7 @@ def simulate_fragmentation(
             max_tokens=max_tokens,
         )
     except (RadixKVError, ValueError) as e:
-        _fail(str(e))
+        fail(str(e))
     if picture is not None:
         plot(found, picture)
     if as_json:
@@ -151,9 +151,7 @@ def _config(model: str) -> dict[str, Any]:
     if path.suffix != ".json":
         from radixkv.service.engine.resolving import resolve_model
 
-        say = Console(stderr=True, highlight=False)
-        path = resolve_model(model, progress=lambda text: say.print(text, markup=False))
-        path = path / "config.json"
+        path = resolve_model(model, progress=say) / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -254,8 +252,3 @@ def _bytes(n: int) -> str:
         if n >= scale:
             return f"{n / scale:,.2f} {unit}"
     return f"{n} bytes"
-
-
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True, highlight=False).print(f"[red]radixkv:[/red] {message}", soft_wrap=True)
-    sys.exit(2)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from radixkv.errors import InvalidConfig, RadixKVError
+from radixkv.service.cli_talk import fail, say
 from radixkv.service.keys import KeyHash
 from radixkv.service.tenants import SETTINGS, CacheShare, Tenant, read_tenants
 
@@ -70,7 +71,7 @@ def add(
     }
     with _told():
         key = add_tenant(file, name, {k: v for k, v in given.items() if v is not None})
-        _say(f"{name} is in {file}. Its key, which cannot be shown again:")
+        say(f"{name} is in {file}. Its key, which cannot be shown again:")
         print(key)
 
 
@@ -87,7 +88,7 @@ def rotate(
 
     with _told():
         key = rotate_key(file, name, _duration(overlap))
-        _say(f"{name} has a new key; older ones end in {overlap}. It cannot be shown again:")
+        say(f"{name} has a new key; older ones end in {overlap}. It cannot be shown again:")
         print(key)
 
 
@@ -106,10 +107,10 @@ def remove(
     with _told():
         if key is None:
             remove_tenant(file, name)
-            _say(f"{name} is not in {file} any more.")
+            say(f"{name} is not in {file} any more.")
         else:
             remove_key(file, name, key)
-            _say(f"{key} opens nothing any more.")
+            say(f"{key} opens nothing any more.")
 
 
 @tenants_app.command("list")
@@ -186,9 +187,4 @@ def _told() -> Iterator[None]:
     try:
         yield
     except RadixKVError as e:
-        _say(f"radixkv: {e}")
-        raise typer.Exit(2) from None
-
-
-def _say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+        fail(str(e))
