@@ -6,26 +6,16 @@ answer is ever lost or refused; and however the text is cut into pieces, the sam
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, Protocol
 
-from radixkv.service.tools_json import ObjectReader, parsed_object
-from radixkv.service.tools_pieces import (
-    Answer,
-    CallArguments,
-    CallEnd,
-    CallStart,
-    Piece,
-    Text,
-    joined,
-)
+from radixkv.service.tools_named import NamedReader
+from radixkv.service.tools_pieces import Answer, Piece, Text, joined
 from radixkv.service.tools_reading import CallsReader
 
 _SPACE = " \t\n\r"
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-_MAX_HEAD = 256
-"""Characters between a marker and the arguments, in which a name and an id must be."""
+_Step = Callable[[list[Piece]], bool]
+"""Takes of the buffer what it can; False: it needs more text."""
 
 
 class ToolParser(Protocol):
@@ -46,7 +36,7 @@ def parse(parser: ToolParser, text: str) -> Answer:
 
 
 class _Reader(Protocol):
-    """What stands behind a marker."""
+    """Reads calls until they end, or turn out to be none."""
 
     index: int
     state: Literal["open", "done", "broken"]
@@ -59,48 +49,63 @@ class _Reader(Protocol):
     def end(self, pieces: list[Piece]) -> None: ...
 
 
-class MarkedParser:
-    """Calls stand behind ``begin``, and before ``end`` where there is one; both may be left off at
-    the answer's end. ``named``: a call may be ``name{...}`` with ``[ARGS]`` or ``[CALL_ID]id`` in
-    between, and not only JSON."""
+class _Parser:
+    """What both ways have in common: a buffer, steps through it, and a reader of the calls."""
 
-    def __init__(self, begin: str, end: str = "", *, named: bool = False) -> None:
-        self._begin, self._end, self._named = begin, end, named
-        self._mode: Literal["text", "begun", "calls", "after"] = "text"
+    def __init__(self, first: _Step) -> None:
+        self._step = first
         self._buffer = ""
-        self._lead = ""
         self._index = 0
         self._reader: _Reader | None = None
 
     def push(self, text: str) -> list[Piece]:
         self._buffer += text
         pieces: list[Piece] = []
-        steps = {
-            "text": self._text,
-            "begun": self._begun,
-            "calls": self._calls,
-            "after": self._after,
-        }
-        while steps[self._mode](pieces):
+        while self._step(pieces):
             pass
         return pieces
 
-    def close(self) -> list[Piece]:
+    def _read(self, pieces: list[Piece], *, done: _Step, broken: _Step) -> bool:
+        """Let the reader read; when it ends, go on with one of the steps."""
+        reader = self._reader
+        assert reader is not None
+        self._buffer = self._buffer[reader.push(self._buffer, pieces) :]
+        if reader.state == "open":
+            return False
+        self._index, self._reader = reader.index, None
+        self._step = done if reader.state == "done" else broken
+        if reader.state == "broken" and reader.held:
+            pieces.append(Text(reader.held))
+        return True
+
+    def _close(self, left: str, between: str) -> list[Piece]:
+        """End the reader, or say what is ``left``: not what is only ``between`` calls."""
         pieces: list[Piece] = []
-        left = self._buffer
-        if self._mode == "begun":
-            left = self._lead + left
-        elif self._reader is not None:
+        if self._reader is not None:
             self._reader.end(pieces)
             left = self._reader.held
-        elif self._mode == "after" or (self._index and not left.strip(_SPACE)):
+        elif self._index and not left.strip(between):
             left = ""
         self._buffer, self._reader = "", None
         if left:
             pieces.append(Text(left))
         return pieces
 
-    # Each step takes of the buffer what it can; False: it needs more text.
+
+class MarkedParser(_Parser):
+    """Calls stand behind ``begin``, and before ``end`` where there is one; both may be left off at
+    the answer's end. ``named``: a call may be ``name{...}`` with ``[ARGS]`` or ``[CALL_ID]id`` in
+    between, and not only JSON."""
+
+    def __init__(self, begin: str, end: str = "", *, named: bool = False) -> None:
+        super().__init__(self._text)
+        self._begin, self._end, self._named = begin, end, named
+        self._lead = ""
+        """The marker that was read, with the white space before it, until a reader has it."""
+
+    def close(self) -> list[Piece]:
+        left = "" if self._step == self._after else self._lead + self._buffer
+        return self._close(left, _SPACE)
 
     def _text(self, pieces: list[Piece]) -> bool:
         at = self._buffer.find(self._begin)
@@ -116,7 +121,7 @@ class MarkedParser:
             return False
         self._lead = self._buffer[len(said) : at + len(self._begin)]
         self._buffer = self._buffer[at + len(self._begin) :]
-        self._mode = "begun"
+        self._step = self._begun
         return True
 
     def _begun(self, pieces: list[Piece]) -> bool:
@@ -124,26 +129,15 @@ class MarkedParser:
         if not shown:
             return False
         if self._named and shown[0] not in "[{":
-            self._reader = _NamedReader(self._index, self._lead)
+            self._reader = NamedReader(self._index, self._lead)
         else:
             self._reader = CallsReader(self._index, lead=self._lead)
-        self._mode = "calls"
+        self._lead, self._step = "", self._calls
         return True
 
     def _calls(self, pieces: list[Piece]) -> bool:
-        reader = self._reader
-        assert reader is not None
-        self._buffer = self._buffer[reader.push(self._buffer, pieces) :]
-        if reader.state == "open":
-            return False
-        self._index, self._reader = reader.index, None
-        if reader.state == "done":
-            self._mode = "after" if self._end else "text"
-            return True
-        if reader.held:
-            pieces.append(Text(reader.held))
-        self._mode = "text"
-        return True
+        then = self._after if self._end else self._text
+        return self._read(pieces, done=then, broken=self._text)
 
     def _after(self, pieces: list[Piece]) -> bool:
         shown = self._buffer.lstrip(_SPACE)
@@ -151,41 +145,20 @@ class MarkedParser:
             self._buffer = shown[len(self._end) :]
         elif self._end.startswith(shown):
             return False
-        self._mode = "text"
+        self._step = self._text
         return True
 
 
-class BareParser:
+class BareParser(_Parser):
     """Calls are the whole answer, with nothing before them, so only an object that names one of the
     functions and has arguments is taken for one. ``;`` or white space divides several."""
 
     def __init__(self, names: Collection[str], tag: str = "") -> None:
+        super().__init__(self._open)
         self._names, self._tag = names, tag
-        self._mode: Literal["open", "calls", "text"] = "open"
-        self._buffer = ""
-        self._index = 0
-        self._reader: CallsReader | None = None
-
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        steps = {"open": self._open, "calls": self._calls, "text": self._text}
-        while steps[self._mode](pieces):
-            pass
-        return pieces
 
     def close(self) -> list[Piece]:
-        pieces: list[Piece] = []
-        left = self._buffer
-        if self._reader is not None:
-            self._reader.end(pieces)
-            left = self._reader.held
-        elif self._index and not left.strip(_SPACE + ";"):
-            left = ""
-        self._buffer, self._reader = "", None
-        if left:
-            pieces.append(Text(left))
-        return pieces
+        return self._close(self._buffer, _SPACE + ";")
 
     def _open(self, pieces: list[Piece]) -> bool:
         shown = self._buffer.lstrip(_SPACE + ";" if self._index else _SPACE)
@@ -196,83 +169,21 @@ class BareParser:
         if not shown:
             return False
         if shown[0] != "{":
-            self._mode = "text"
+            self._step = self._text
             return True
         lead = self._buffer[: len(self._buffer) - len(shown)]
         self._reader = CallsReader(self._index, self._names, True, lead=lead)
-        self._buffer, self._mode = shown, "calls"
+        self._buffer, self._step = shown, self._calls
         return True
 
     def _calls(self, pieces: list[Piece]) -> bool:
-        reader = self._reader
-        assert reader is not None
-        self._buffer = self._buffer[reader.push(self._buffer, pieces) :]
-        if reader.state == "open":
-            return False
-        self._index, self._reader = reader.index, None
-        self._mode = "open" if reader.state == "done" else "text"
-        if reader.state == "broken" and reader.held:
-            pieces.append(Text(reader.held))
-        return True
+        return self._read(pieces, done=self._open, broken=self._text)
 
     def _text(self, pieces: list[Piece]) -> bool:
         if self._buffer:
             pieces.append(Text(self._buffer))
         self._buffer = ""
         return False
-
-
-class _NamedReader:
-    """A call written as its name and then the arguments."""
-
-    def __init__(self, index: int, lead: str) -> None:
-        self.index = index
-        self.state: Literal["open", "done", "broken"] = "open"
-        self._head = lead
-        self._lead = len(lead)
-        self._arguments: ObjectReader | None = None
-
-    @property
-    def held(self) -> str:
-        return self._head if self._arguments is None else ""
-
-    def push(self, text: str, pieces: list[Piece]) -> int:
-        at = 0
-        if self._arguments is None:
-            brace = text.find("{")
-            at = len(text) if brace < 0 else brace
-            self._head += text[:at]
-            if len(self._head) - self._lead > _MAX_HEAD:
-                self.state = "broken"
-                return at
-            if brace < 0:
-                return at
-            name = self._name()
-            if name is None:
-                self.state = "broken"
-                return at
-            self._arguments = ObjectReader()
-            pieces.append(CallStart(self.index, name))
-        taken = self._arguments.push(text[at:])
-        if taken:
-            pieces.append(CallArguments(self.index, text[at : at + taken]))
-        self.state = self._arguments.state
-        if self.state == "done" and parsed_object(self._arguments.text) is None:
-            self.state = "broken"
-        if self.state != "open":
-            self.end(pieces)
-            self.index += 1
-        return at + taken
-
-    def end(self, pieces: list[Piece]) -> None:
-        if self._arguments is not None:
-            raw = self._head + self._arguments.text
-            pieces.append(CallEnd(self.index, self.state == "done", raw))
-
-    def _name(self) -> str | None:
-        head = self._head[self._lead :].removesuffix("[ARGS]")
-        name = head.partition("[CALL_ID]")[0].strip(_SPACE)
-        return name if _NAME.fullmatch(name) else None
 
 
 def _overlap(text: str, marker: str) -> int:
