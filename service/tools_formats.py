@@ -14,6 +14,7 @@ from radixkv.service.tools_parsing import BareParser, MarkedParser, ToolParser
 
 FormatName = Literal["hermes", "llama3_json", "mistral"]
 FORMATS: tuple[FormatName, ...] = ("hermes", "llama3_json", "mistral")
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 _TAG = "<|python_tag|>"
 _CALLS = "[TOOL_CALLS]"
 
@@ -70,8 +71,8 @@ class Hermes:
     """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``: Hermes 2, Qwen 2.5 and 3."""
 
     name: FormatName = "hermes"
-    special: frozenset[str] = frozenset({"<tool_call>", "</tool_call>"})
-    marker: str | None = "<tool_call>"
+    special: frozenset[str] = frozenset({_BEGIN, _END})
+    marker: str | None = _BEGIN
     opening: str = ""
     between: str = "\n"
     closing: str = ""
@@ -79,11 +80,11 @@ class Hermes:
 
     def around(self, name: str) -> tuple[str, str]:
         """As Qwen's templates write it."""
-        return f'<tool_call>\n{{"name": {_quoted(name)}, "arguments": ', "}\n</tool_call>"
+        return f'{_BEGIN}\n{{"name": {_quoted(name)}, "arguments": ', f"}}\n{_END}"
 
     def parser(self, names: Collection[str]) -> ToolParser:
         """A name that no function has is a call too: who runs it can say so to the model."""
-        return MarkedParser("<tool_call>", "</tool_call>")
+        return MarkedParser(_BEGIN, _END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def format_of(template: str | None, asked: str = "auto") -> ToolFormat | None:
 def _told_by(template: str) -> FormatName | None:
     if "<function=" in template:
         return None  # Qwen 3 Coder's: <tool_call> there holds no JSON
-    if "<tool_call>" in template:
+    if _BEGIN in template:
         return "hermes"
     if _CALLS in template:
         return "mistral"

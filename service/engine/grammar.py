@@ -1,7 +1,7 @@
 """What an answer must look like, as its caller says it; knows no tokens, no masks and no library.
 
 A spec is text: it can be compared, hashed, logged and kept. What it means for a model's tokens is
-grammar_masks.py's affair.
+grammar_compile.py's affair.
 """
 
 from __future__ import annotations
