@@ -17,7 +17,7 @@ import pytest
 from radixkv.errors import InvalidConfig
 from radixkv.service.engine.origin import Origin
 from radixkv.service.http.auth import OPEN_PATHS, Gate
-from radixkv.service.http.openapi import ROUTES
+from radixkv.service.http.openapi_routes import ROUTES
 from radixkv.service.http.server import HttpServer, bind, run_server
 from radixkv.service.http.serving import Serving
 from radixkv.service.tenants_edit import add_tenant, remove_tenant, rotate_key

@@ -17,7 +17,7 @@ import pytest
 
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import SamplingParams
-from radixkv.service.http.openapi import ROUTES
+from radixkv.service.http.openapi_routes import ROUTES
 from tests.http_server import RunningServer, running_server
 from tests.leak_harness import BEST_AUC, WORST_AUC, Attack, Ids, Party, Samples, settle
 from tests.tenant_files import Keys, bearer, open_gate
