@@ -19,6 +19,7 @@ from radixkv.service.tools_pieces import Answer
 
 _NINE = "length 9"
 """By which templates that insist on short ids of calls say so (Mistral's)."""
+_MESSAGE = '{"role": ..., "content": ...}'
 _PROBE = "radixkv_probe_function"
 _ASKED = {"role": "user", "content": "hello"}
 _REMEDY = (
@@ -56,9 +57,10 @@ class Prompting:
     ) -> str:
         """Write the chat out with the model's template; ``tools`` as they are, in their order.
 
-        Raises InvalidRequest if there is no template, or it refuses these messages, or would leave
-        out tools or calls.
+        Raises InvalidRequest if these are no messages, or there is no template, or it refuses them,
+        or would leave out tools or calls.
         """
+        _expect_messages(messages)
         if not messages:
             raise InvalidRequest("messages is empty; wanted at least one", param="messages")
         if not self.has_template:
@@ -181,4 +183,17 @@ class Prompting:
                 f"{param} has token id {low if low < 0 else high}; "
                 f"this model's ids are 0 to {self._vocab_size - 1}",
                 param=param,
+            )
+
+
+def _expect_messages(given: object) -> None:
+    """Raise InvalidRequest for what Python would let a caller pass, a text above all."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequest(
+            f"messages is a {type(given).__name__}; wanted a list of {_MESSAGE}", param="messages"
+        )
+    for i, message in enumerate(given):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(
+                f"messages[{i}] is a {type(message).__name__}; wanted {_MESSAGE}", param="messages"
             )
