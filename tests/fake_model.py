@@ -25,10 +25,11 @@ from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.detokenize import TokenText
 from radixkv.service.engine.origin import LOCAL, Origin
 from radixkv.service.engine.params import SamplingParams
-from radixkv.service.engine.request import Request, encode
+from radixkv.service.engine.request import Request
 from radixkv.service.engine.sampling import ChoiceSampler, Prompt
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Stream
+from radixkv.tokens import encode
 from tests.tiny_models import build_tokenizer
 
 VOCAB = 64

@@ -160,7 +160,7 @@ def test_the_account_of_an_admission_says_what_usage_says(engine: Engine) -> Non
 def test_what_a_running_request_computes_now_is_in_flight() -> None:
     """The followers of a cold prefix are told that it is being computed, not that it is unknown."""
     from radixkv.service.engine.explaining import explain
-    from radixkv.service.engine.request import encode
+    from radixkv.tokens import encode
 
     rig = Rig(max_batch_tokens=8, block_size=4)
     prompt = [7] * 40

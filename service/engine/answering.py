@@ -6,7 +6,6 @@ whose turn it is.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -79,10 +78,7 @@ class Answering:
             return
         seq.append(token.token_id)
         request.completion_tokens += 1
-        request.account.generation_tokens += 1
-        self._counters.generation_tokens += 1
-        if stream.first_token_s is None:
-            stream.first_token_s = time.monotonic()
+        self._counters.note_generated(request, 1)
         self._update_usage(request)
         delta = seq.output.push(token)
         if request.params.selects:

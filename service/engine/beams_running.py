@@ -80,25 +80,17 @@ def wake_beams(request: Request, running: Running, cache: PrefixCache) -> None:
 
 def _open(seq: Sequence, first: Sequence, cache: PrefixCache) -> BlockTable:
     assert first.table is not None
-    request, size, saved = seq.request, cache.block_size, seq.saved
-    mine = seq.key
-
-    def usable(num_tokens: int) -> int:
-        """What is copied in from the host has to begin at a block's border."""
-        if saved is not None and saved.first_block * size <= num_tokens < saved.num_tokens:
-            return num_tokens - num_tokens % size
-        return num_tokens
-
+    request, mine = seq.request, seq.key
     shared = min(common_prefix(first.key, mine), seq.num_tokens - 1)
     cached = cache.lookup(request.identity, mine)
     if shared >= cached:
         table = first.table.fork()
-        table.truncate(usable(shared))
+        table.truncate(seq.takes_of(shared, cache.block_size))
         return table
     lease = cache.acquire(
         request.identity,
         mine,
-        max_cached=usable(cached),
+        max_cached=seq.takes_of(cached, cache.block_size),
         resumed=True,
         batch=request.origin.batch,
     )

@@ -7,7 +7,6 @@ part of an answer, so that beams that die leave nothing in the cache but free bl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -115,7 +114,7 @@ class BeamSteps:
             request.on_prompt(request.sequences[0])
         group.num_steps += 1
         step = group.search.advance(group.take_found())
-        self._count(request, len(step.parents) + len(step.ended))
+        self._counters.note_generated(request, len(step.parents) + len(step.ended))
         best = group.search.best(request.params.n) if group.search.done else None
         for rank, ended in step.ended:
             if best is None or ended in best:
@@ -146,14 +145,6 @@ class BeamSteps:
         assert first.table is not None
         first.table.truncate(len(request.prompt_ids))
         self._scheduler.finish(first)
-
-    def _count(self, request: Request, num_tokens: int) -> None:
-        """Count tokens that were generated, those of beams that will die included."""
-        request.account.generation_tokens += num_tokens
-        self._counters.generation_tokens += num_tokens
-        self._scheduler.fairness.changed.add(request.account)
-        if request.stream.first_token_s is None:
-            request.stream.first_token_s = time.monotonic()
 
     def _born(self, first: Sequence, index: int) -> Sequence:
         return Sequence(

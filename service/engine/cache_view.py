@@ -17,8 +17,8 @@ from radixkv.service.engine.core import EngineCore
 from radixkv.service.engine.explaining import Explained, explain
 from radixkv.service.engine.history import History
 from radixkv.service.engine.origin import LOCAL, Origin
-from radixkv.service.engine.request import encode
 from radixkv.stats import CacheStats
+from radixkv.tokens import encode
 
 if TYPE_CHECKING:
     from radixkv.dump import Dump

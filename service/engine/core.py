@@ -116,7 +116,8 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         """Hand over a request; its Stream gets an EngineDead if the engine ends before it does."""
-        self._send(lambda: self._add(request), otherwise=request.stream)
+        if not self._inbox.put(lambda: self._add(request)):
+            raise self._death()
 
     def abort(self, stream: Stream) -> None:
         """Drop a request within one step, wherever it is."""
@@ -154,9 +155,8 @@ class EngineCore:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def _send(self, message: Callable[[], None], otherwise: Stream | None = None) -> None:
-        if not self._inbox.put(message) and otherwise is not None:
-            raise self._death()
+    def _send(self, message: Callable[[], None]) -> None:
+        self._inbox.put(message)  # to an engine that has ended it makes no difference
 
     def _death(self) -> EngineDead:
         if self.failure is None:
@@ -190,6 +190,7 @@ class EngineCore:
             self.step()
             if self.scheduler.idle:
                 self._books.check_at_rest()
+        self.cache.tick()
         self.counters.observer.step(self.cache, idle=self.scheduler.idle)
         self.stats = self._books.snapshot()
         self._outbox.flush()
@@ -280,10 +281,7 @@ class EngineCore:
         self._outbox.flush()
 
     def weights_changed(self) -> None:
-        """What the running requests have computed belongs to no identity from now on (ADMIN-2).
-
-        Those that hold nothing start with the new weights, and so under their identity.
-        """
+        """Let nobody share what running requests have computed with the old weights (ADMIN-2)."""
         self._answering.weights_changed()
 
     def in_flight(self) -> list[Request]:

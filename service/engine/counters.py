@@ -15,7 +15,7 @@ from typing import Final
 
 from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.observing import Observer
-from radixkv.service.engine.request import Sequence
+from radixkv.service.engine.request import Request, Sequence
 from radixkv.stats import CacheStats
 
 STEP_SIZES: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -206,6 +206,13 @@ class Counters:
         self.steps += 1
         self.step_tokens += num_tokens
         self.step_sizes[bisect_left(STEP_SIZES, num_tokens)] += 1
+
+    def note_generated(self, request: Request, num_tokens: int) -> None:
+        """Tokens were generated for ``request``, those of beams that will die included."""
+        self.generation_tokens += num_tokens
+        request.account.generation_tokens += num_tokens
+        if request.stream.first_token_s is None:
+            request.stream.first_token_s = time.monotonic()
 
     def note_preempted(self, seq: Sequence, *, swapped: bool) -> None:
         """``seq`` had to yield its blocks; what they held was saved, or was not."""

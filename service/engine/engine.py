@@ -40,7 +40,7 @@ from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.pin_view import PinView
 from radixkv.service.engine.prompting import Prompting
 from radixkv.service.engine.public_prompts import PublicPrompts, public
-from radixkv.service.engine.request import Request, encode
+from radixkv.service.engine.request import Request
 from radixkv.service.engine.request import Sequence as Choice
 from radixkv.service.engine.sampling import Prompt
 from radixkv.service.engine.stream import Stream
@@ -48,6 +48,7 @@ from radixkv.service.session import Session
 from radixkv.service.session_hold import Holds
 from radixkv.service.session_opening import open_session
 from radixkv.service.session_text import Message
+from radixkv.tokens import encode
 
 log = logging.getLogger("radixkv.engine")
 

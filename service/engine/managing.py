@@ -37,13 +37,16 @@ class Managing(BeamAsking, ABC):
 
     def adapters_asked(self) -> tuple[set[str], set[str]]:
         """Names of the adapters that requests run with now, and wait for; never waits."""
-        asked = [r for r in self._core.in_flight() if r.origin.adapter is not None]
-        running = {r.origin.adapter or "" for r in asked if r.stream.admitted_s is not None}
-        return running, {r.origin.adapter or "" for r in asked if r.stream.admitted_s is None}
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in self._core.in_flight():
+            if request.origin.adapter is not None:
+                names = waiting if request.stream.admitted_s is None else running
+                names.add(request.origin.adapter)
+        return running, waiting
 
     def check(self) -> list[str]:
         """Prove the accounting, between two steps: broken invariants in words, [] when sound."""
-
         return self._core.call(self._core.check).result()
 
     def warm_up(self) -> None:

@@ -86,7 +86,6 @@ class Observer:
 
     def step(self, cache: PrefixCache, *, idle: bool = True) -> None:
         """A step is over; ``idle``: and nothing is left to do, so what is seen now will stay."""
-        cache.tick()
         self.events.step(cache)
         state = cache.tree.num_evicted, cache.tree.clock
         now_s = self._clock()

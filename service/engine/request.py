@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from radixkv import tokens as token_codec
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.origin import LOCAL, Origin
@@ -167,6 +165,14 @@ class Sequence:
         """
         return max(self.high, len(self.request.prompt_ids))
 
+    def takes_of(self, found_tokens: int, block_size: int) -> int:
+        """Return how many of ``found_tokens`` that the cache has it may begin with: whole blocks
+        where what was saved goes on from there, for that is copied in from a block's border on."""
+        saved = self.saved
+        if saved is not None and saved.first_block * block_size <= found_tokens < saved.num_tokens:
+            return found_tokens - found_tokens % block_size
+        return found_tokens
+
     @property
     def tokens_to_come(self) -> int:
         """Tokens that it may still generate."""
@@ -181,8 +187,3 @@ class Sequence:
         """Let others find what is computed so far."""
         if self.table is not None and self.request.may_publish:
             self.table.publish(bytes(self.tokens), tail=tail)
-
-
-def encode(token_ids: Seq[int]) -> bytes:
-    """Token ids as the cache's key bytes."""
-    return token_codec.encode(token_ids)

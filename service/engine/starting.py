@@ -156,11 +156,7 @@ class Starter:
             < blocks_for(seq.num_tokens - cached, cache.block_size)
         ):
             return None
-        saved = seq.saved
-        from_host = saved is not None and (
-            saved.first_block * cache.block_size <= cached < saved.num_tokens
-        )
-        limits = [cached - cached % cache.block_size if from_host else cached]
+        limits = [seq.takes_of(cached, cache.block_size)]
         if alone:
             # It must start now. A copied partial block needs its source as well; where that is one
             # block too many, do with the whole blocks, and at last with none.
