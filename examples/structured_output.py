@@ -1,6 +1,6 @@
 """Fill in forms: each message becomes an object of one class, by a model of 135 M parameters.
 
-Run: python examples/structured_output.py [--model smollm2]        # needs: pip install pydantic
+Run: python examples/structured_output.py [--model smollm2]
 
 The instructions and the examples are the same for each message, so they are computed once. A
 grammar lets the model write nothing but the form, so each answer can be parsed, whatever it says.
