@@ -35,7 +35,7 @@ class Saved:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What one caller asked for: a prompt and ``n`` choices that share its blocks."""
+    """What one caller asked for: a prompt, and choices or beams that share its blocks."""
 
     id: str
     arrival: int
@@ -64,7 +64,8 @@ class Request:
     """What its tenant has and had; given by the engine thread."""
     prompt_logprobs: PromptLogprobs | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    """The choices that are not finished; one until the prompt is computed, then ``n``."""
+    """The choices that are not finished, or the beams awake; one until the prompt is computed, then
+    ``params.num_sequences``."""
     forked: bool = False
     cached_tokens: int | None = None
     """What the cache gave at first admission (USAGE-3: never overwritten later)."""
