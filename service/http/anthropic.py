@@ -30,9 +30,8 @@ from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import deltas_of, finish_word, send_events
 from radixkv.service.http.diagnostics import anthropic_diagnostics
 from radixkv.service.http.explaining import AskedChat
-from radixkv.service.http.extras import PROMPTS, Extras
+from radixkv.service.http.extras import PROMPTS, Extras, chat_sections
 from radixkv.service.http.messages import Message
-from radixkv.service.http.past_prompts import sections_of
 from radixkv.service.http.replies import radixkv_reply
 from radixkv.service.http.serving import SERVING
 from radixkv.service.http.sse import EventStream, encode_json, json_reply
@@ -113,18 +112,14 @@ class _Answer:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._serving = request.app[SERVING]
         self._model = self._serving.models.shown(body.model)
-        shown, origin = [message.for_template() for message in messages], body.origin(request)
-        self._sections = sections_of(
-            model=f"{self._model}:{origin.adapter}",
-            messages=shown,
-            tools=body.rendering()["tools"],
-            salt=origin.salt,
-        )
+        chat = AskedChat([message.for_template() for message in messages], body.rendering())
+        origin = body.origin(request)
+        self._sections = chat_sections(self._serving.engine, chat, origin)
         self.extras = Extras(
             request,
             self.id,
             explain=bool(body.radixkv and body.radixkv.explain),
-            chat=AskedChat(shown, body.rendering()),
+            chat=chat,
             sections=self._sections,
         )
         self._previous = body.diagnostics

@@ -16,11 +16,10 @@ from radixkv.service.http.auth import caller_of
 from radixkv.service.http.body import read_body
 from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.explaining import AskedChat, record_of
-from radixkv.service.http.extras import PROMPTS
+from radixkv.service.http.extras import PROMPTS, chat_sections
 from radixkv.service.http.fields import GenerationFields
 from radixkv.service.http.marks import CacheFields
 from radixkv.service.http.messages import ChatFields, Messages
-from radixkv.service.http.past_prompts import sections_of
 from radixkv.service.http.schema import Prompt, prompt_list
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.sse import json_reply
@@ -73,13 +72,7 @@ async def cache_explain(request: web.Request) -> web.Response:
         chat = AskedChat(messages, body.rendering())
         serving.check_length("".join(message["content"] for message in messages), "messages")
         ids = await serving.render(body.messages, dict(chat.rendering))
-        sections = sections_of(
-            model=f"{engine.model_name}:{origin.adapter}",
-            messages=messages,
-            tools=body.shown_tools,
-            kwargs=body.chat_template_kwargs,
-            salt=origin.salt,
-        )
+        sections = chat_sections(engine, chat, origin)
         nearest = memory.nearest(caller_of(request).tenant, sections)
     else:
         ids = await _prompt_ids(serving, body)

@@ -30,7 +30,9 @@ from radixkv.service.http.schema import ChatRequest, CompletionRequest
 from radixkv.service.http.serving import SERVING
 
 if TYPE_CHECKING:
+    from radixkv.service.engine.engine import Engine
     from radixkv.service.engine.lookups import Lookup
+    from radixkv.service.engine.origin import Origin
     from radixkv.service.engine.stream import Stream
 
 PROMPTS = web.AppKey("PROMPTS", PromptMemory)
@@ -69,21 +71,14 @@ class Extras:
     @classmethod
     def of_chat(cls, request: web.Request, body: ChatRequest, answer_id: str) -> Extras:
         """Read what a chat asks for."""
-        messages = [message.for_template() for message in body.messages]
+        chat = AskedChat([message.for_template() for message in body.messages], body.rendering())
         options = body.prompt_cache_options
-        origin = body.origin(request)
         return cls(
             request,
             answer_id,
             explain=bool(body.radixkv and body.radixkv.explain),
-            chat=AskedChat(messages, body.rendering()),
-            sections=sections_of(
-                model=f"{request.app[SERVING].engine.model_name}:{origin.adapter}",
-                messages=messages,
-                tools=body.shown_tools,
-                kwargs=body.chat_template_kwargs,
-                salt=origin.salt,
-            ),
+            chat=chat,
+            sections=chat_sections(request.app[SERVING].engine, chat, body.origin(request)),
             comparison_id=options.comparison_response_id if options is not None else None,
         )
 
@@ -132,6 +127,17 @@ class Extras:
                 )
             self._memory.remember(self._tenant, self._id, sections)
         return found
+
+
+def chat_sections(engine: Engine, chat: AskedChat, origin: Origin) -> PromptSections:
+    """Digest what a chat's prompt is made of."""
+    return sections_of(
+        model=f"{engine.model_name}:{origin.adapter}",
+        messages=chat.messages,
+        tools=chat.rendering.get("tools"),
+        kwargs=chat.rendering.get("template_kwargs"),
+        salt=origin.salt,
+    )
 
 
 def add_parts(reply: ChatReply | ChatChunk | CompletionReply, parts: ExtraParts) -> None:

@@ -63,23 +63,23 @@ def sections_of(
     model: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
-    system: object = None,
     kwargs: Mapping[str, Any] | None = None,
     salt: str | None = None,
 ) -> PromptSections:
     """Digest a prompt's parts, all of them JSON. ``model``: the name, with its adapter's.
 
-    A first message of the role ``system`` or ``developer`` is the system prompt if none is given.
+    A first message of the role ``system`` or ``developer`` is the system prompt.
     """
     rest = list(messages)
-    if system is None and rest and rest[0].get("role") in ("system", "developer"):
+    system: object = None
+    if rest and rest[0].get("role") in ("system", "developer"):
         system = rest.pop(0).get("content")
-    shown = [_json(message) for message in rest]
+    shown = [_json_as_sent(message) for message in rest]
     if len(shown) > MAX_MESSAGES:
         shown[MAX_MESSAGES:] = ["".join(shown[MAX_MESSAGES:])]
-    tool_texts = [_json(tool) for tool in tools or ()]
-    sorted_texts = [_json(tool, ordered=False) for tool in tools or ()]
-    system_text = None if system is None else _json(system)
+    tool_texts = [_json_as_sent(tool) for tool in tools or ()]
+    sorted_texts = [_json_sorted(tool) for tool in tools or ()]
+    system_text = None if system is None else _json_as_sent(system)
     return PromptSections(
         model=_digest(model),
         salt=None if salt is None else _digest(salt),
@@ -89,7 +89,7 @@ def sections_of(
         system=None if system_text is None else _digest(system_text),
         messages=tuple(map(_digest, shown)),
         kwargs=tuple(
-            (name[:64], _digest(_json(value)))
+            (name[:64], _digest(_json_as_sent(value)))
             for name, value in sorted((kwargs or {}).items())[:_MAX_KWARGS]
         ),
         chars=(sum(map(len, tool_texts)), len(system_text or ""), *map(len, shown)),
@@ -128,13 +128,10 @@ def compare(earlier: PromptSections, later: PromptSections) -> Comparison:
         return Comparison("system_changed", tools / total, hints)
     if kwargs:  # the template writes them where it likes, mostly near the beginning
         return Comparison("system_changed", 0.0, hints)
-    same = 0
-    for mine, other in zip(earlier.messages, later.messages, strict=False):
-        if mine != other:
-            share = (tools + system + sum(later.chars[2 : 2 + same])) / total
-            return Comparison("messages_changed", share)
-        same += 1
-    return Comparison(None, (tools + system + sum(later.chars[2 : 2 + same])) / total)
+    same = _num_same(earlier.messages, later.messages)
+    forked = same < min(len(earlier.messages), len(later.messages))
+    share = (tools + system + sum(later.chars[2 : 2 + same])) / total
+    return Comparison("messages_changed" if forked else None, share)
 
 
 class _Past:
@@ -211,15 +208,21 @@ class PromptMemory:
         for past in reversed(mine.prompts.values()) if mine is not None else ():
             if past.salt != sections.salt or past.model != sections.model:
                 continue
-            same = 0
-            for then, now in zip(past.messages, sections.messages, strict=False):
-                if then != now:
-                    break
-                same += 1
+            same = _num_same(past.messages, sections.messages)
             near = (same, past.system == sections.system)
             if same and near > most:
                 best, most = past, near
         return None if best is None else compare(best, sections)
+
+
+def _num_same(earlier: Sequence[bytes], later: Sequence[bytes]) -> int:
+    """Count the messages that both begin with."""
+    same = 0
+    for then, now in zip(earlier, later, strict=False):
+        if then != now:
+            break
+        same += 1
+    return same
 
 
 def _changed_kwargs(earlier: PromptSections, later: PromptSections) -> list[str]:
@@ -228,12 +231,8 @@ def _changed_kwargs(earlier: PromptSections, later: PromptSections) -> list[str]
 
 
 # Made once: `json.dumps` makes one a call where anything is not as it likes, at twice the cost.
-_AS_SENT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_SORTED = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode
-
-
-def _json(value: object, *, ordered: bool = True) -> str:
-    return _AS_SENT(value) if ordered else _SORTED(value)
+_json_as_sent = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_json_sorted = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode
 
 
 def _digest(*texts: str) -> bytes:
