@@ -28,7 +28,7 @@ from radixkv.service.http.fields import (
 from radixkv.service.http.marks import AutomaticFields, Mark, marks_of
 from radixkv.service.http.messages import Message, name_results
 from radixkv.service.http.tools_schema import Calling
-from radixkv.service.http.unsupported import ANTHROPIC, Unsupported, refuse_unsupported
+from radixkv.service.http.unsupported import ANTHROPIC, refuse_kind, refuse_unsupported
 
 _NEUTRAL_KINDS: Mapping[str, frozenset[str]] = {
     # Objects whose `type` says that nothing is asked; other values change the answer.
@@ -42,15 +42,10 @@ _BLOCKS_OF: Mapping[str, frozenset[str]] = {
 
 def _check_blocks(content: object, at: str, known: Collection[str] = ("text",)) -> None:
     """Name foreign blocks by their place, which a nested validator cannot know."""
+    why = f"this server's model reads {' and '.join(sorted(known))} blocks here only"
     for j, block in enumerate(content if isinstance(content, list) else ()):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in known:
-            raise Unsupported(
-                f"{at}[{j}].type",
-                f"{at}[{j}] is a block of type {kind[:40]!r}; this server's model reads "
-                f"{' and '.join(sorted(known))} blocks here only",
-            )
-        if kind == "tool_result":
+        refuse_kind(block, known, f"{at}[{j}]", why)
+        if isinstance(block, dict) and block.get("type") == "tool_result":
             _check_blocks(block.get("content"), f"{at}[{j}].content")
 
 

@@ -15,7 +15,7 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.http.fields import Strict
 from radixkv.service.http.marks import CacheControl
 from radixkv.service.http.tools_schema import MAX_TOOLS, Calling, FunctionName
-from radixkv.service.http.unsupported import Unsupported
+from radixkv.service.http.unsupported import refuse_kind
 from radixkv.service.tools_grammar import Function
 
 
@@ -34,12 +34,7 @@ class AnthropicTool(Strict):
 
 def _check_kinds(value: object) -> object:
     for i, tool in enumerate(value if isinstance(value, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            raise Unsupported(
-                f"tools[{i}].type",
-                f"tools[{i}] is of type {kind[:40]!r}; this server runs no tools of its own",
-            )
+        refuse_kind(tool, ("custom",), f"tools[{i}]", "this server runs no tools of its own")
     return value
 
 

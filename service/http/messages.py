@@ -19,7 +19,12 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.http.fields import Strict
 from radixkv.service.http.marks import CacheBreakpoint, CacheControl, Part, read_part
 from radixkv.service.http.tools_schema import FunctionName, Tools
-from radixkv.service.http.unsupported import MESSAGE, Unsupported, refuse_unsupported
+from radixkv.service.http.unsupported import (
+    MESSAGE,
+    Unsupported,
+    refuse_kind,
+    refuse_unsupported,
+)
 from radixkv.service.tools_history import shown_call
 
 # These reach the template's renderer as arguments of its own; a caller who sets them would swap the
@@ -170,13 +175,8 @@ def _check_messages(value: object) -> object:
             value[i] = {**message, "content": ""}
         content = message.get("content")
         for j, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                path = f"messages[{i}].content[{j}]"
-                raise Unsupported(
-                    f"{path}.type",
-                    f"{path} is of type {kind[:40]!r}; this server's model reads text parts only",
-                )
+            place = f"messages[{i}].content[{j}]"
+            refuse_kind(part, ("text",), place, "this server's model reads text parts only")
     return value
 
 

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapV
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.body import explain
 from radixkv.service.http.fields import Strict
-from radixkv.service.http.unsupported import Unsupported
+from radixkv.service.http.unsupported import refuse_kind
 from radixkv.service.tools_grammar import Function
 
 MAX_TOOLS = 1024
@@ -42,12 +42,7 @@ class FunctionTool(Strict):
 def _as_sent(value: object, handler: ValidatorFunctionWrapHandler) -> object:
     """Check tools and keep what was sent: the order of keys is what the model is shown."""
     for i, tool in enumerate(value if isinstance(value, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise Unsupported(
-                f"tools[{i}].type",
-                f"tools[{i}] is of type {kind[:40]!r}; this server's model calls functions only",
-            )
+        refuse_kind(tool, ("function",), f"tools[{i}]", "this server's model calls functions only")
     handler(value)
     return value
 

@@ -7,7 +7,7 @@ is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from radixkv.errors import InvalidRequest
@@ -111,6 +111,13 @@ def refuse_unsupported(
         if any(type(value) is type(neutral) and value == neutral for neutral in table[name]):
             continue
         raise Unsupported(f"{at}{name}")
+
+
+def refuse_kind(value: object, known: Collection[str], at: str, why: str) -> None:
+    """Raise Unsupported for an object whose ``type`` is a word that is not ``known``."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in known:
+        raise Unsupported(f"{at}.type", f"{at} is of type {kind[:40]!r}; {why}")
 
 
 class Unsupported(InvalidRequest):
