@@ -5,7 +5,7 @@ Knows the fields, and which of them mean the same; what a schema means is ``Gram
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from radixkv.service.engine.grammar import GrammarSpec
 from radixkv.service.http.fields import Strict
 from radixkv.service.http.unsupported import STRUCTURED, refuse_unsupported
 
+_SCHEMA = "json_schema"
 Schema = dict[str, Any] | bool | str
 """A JSON schema, or its text."""
 
@@ -82,26 +83,20 @@ class StructuredFields(Strict):
     ebnf: str | None = Field(None, description="SGLang's: a grammar.")
     grammar: str | None = Field(None, description="llama.cpp's: a grammar.")
 
-    def form(self) -> Form | None:
+    def grammar_spec(self) -> GrammarSpec | None:
         """Return what the text must look like, if anything says so; raises InvalidRequest."""
         found = list(self._forms())
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
             raise InvalidRequest(f"{names} are given; wanted one of them", param=found[0][0])
         for field, (kind, value) in found:
-            return _form(field, kind, value)
+            return _spec(field, kind, value)
         return None
-
-    def grammar_spec(self) -> GrammarSpec | None:
-        """As ``form``, without the field's name."""
-        form = self.form()
-        return None if form is None else form[1]
 
     @property
     def form_field(self) -> str:
         """The field that says what the text must look like, for errors to name."""
-        form = self.form()
-        return "response_format" if form is None else form[0]
+        return next((field for field, _ in self._forms()), "response_format")
 
     def _forms(self) -> Iterator[tuple[str, tuple[str, Any]]]:
         asked = self.response_format
@@ -137,15 +132,10 @@ class StructuredFields(Strict):
                 yield field, (kind, value)
 
 
-_SCHEMA = "json_schema"
-Form = tuple[str, GrammarSpec]
-"""The field that asked, and what for."""
-
-
-def _form(field: str, kind: str, value: Any) -> Form:
+def _spec(field: str, kind: str, value: Any) -> GrammarSpec:
+    make: Callable[..., GrammarSpec] = getattr(GrammarSpec, kind)
     try:
-        make = getattr(GrammarSpec, kind)
-        return field, make() if value is None else make(value)
+        return make() if value is None else make(value)
     except InvalidRequest as e:
         e.param = field
         raise
