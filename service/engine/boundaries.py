@@ -22,13 +22,13 @@ _OTHER_TOOL = {"type": "function", "function": {"name": _OTHER, "parameters": {}
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A place in a chat: behind ``messages[message]``, or behind the beginning ``text`` of it and
-    the first ``calls`` of its calls; or, if ``tools`` is given, behind so many of the tools."""
+    the first ``calls`` of its calls; or, without a message, behind the first ``tools`` tools."""
 
-    message: int
+    message: int | None
     text: str | None = None
     """None: the whole message, with all that the template writes after it."""
     calls: int = 0
-    tools: int | None = None
+    tools: int = 0
 
 
 def render_cut(
@@ -65,7 +65,7 @@ def _common(
     rendering: Mapping[str, Any],
 ) -> int:
     """Count the characters of ``text`` that come before ``cut``."""
-    if cut.tools is not None:
+    if cut.message is None:
         tools = [*(rendering.get("tools") or ())[: cut.tools], _OTHER_TOOL]
         return common_chars(text, prompting.render_text(messages, **{**rendering, "tools": tools}))
     before, last = list(messages[: cut.message]), messages[cut.message]

@@ -161,7 +161,7 @@ def _controls(
     for i, control in enumerate(tools):
         if control is not None:
             longest = _in_order(control.ttl_s, longest, f"tools[{i}].cache_control.ttl")
-            found.append(Mark(Cut(-1, tools=i + 1), control.ttl_s))
+            found.append(Mark(Cut(None, tools=i + 1), control.ttl_s))
     for i, parts in enumerate(turns):
         for j, last in enumerate(parts):
             control = last.control
