@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,31 +20,21 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.grammar import GrammarSpec
-from radixkv.service.engine.grammar_ends import schema_can_end
-from radixkv.service.engine.grammar_lark import lark_can_end
+from radixkv.service.engine.grammar_source import source_of
 from radixkv.service.engine.grammar_state import GrammarState, allowed_bits, in_brief
 from radixkv.service.engine.grammar_turns import TenantTurns
 from radixkv.service.engine.grammar_vocab import Vocabulary
 from radixkv.service.engine.token_text import TokenText
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
     from radixkv.service.engine.loading import LoadedModel
 
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 2 * 1024 * 1024
 """Of all sources together: what is compiled from them is about a hundred times as large."""
-MAX_GBNF_CHARS = 16 * 1024
-"""llama.cpp's notation is translated by Python, while other Python threads wait."""
-# Between members at most one space, or a new line with an indent: a weak model that may write any
-# white space is apt to write nothing else. A schema's own `x-guidance` goes first.
-_JSON: JsonCompileOptions = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
-_GBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 T = TypeVar("T")
 _STARTING = threading.Lock()
 _STACK_BYTES = 256 * 1024 * 1024
@@ -220,50 +208,11 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
     # A client's own rules can be ambiguous without bounds; those of a schema, or of a list of
     # members that may all be left out, are many at most.
     limits = _limits(400 if spec.kind == "lark" else 2000)
-    matcher = LLMatcher(vocabulary.tokens, _source(spec), log_level=0, limits=limits)
+    matcher = LLMatcher(vocabulary.tokens, source_of(spec), log_level=0, limits=limits)
     if matcher.is_error():
         raise InvalidRequest(f"{spec.kind}: {in_brief(matcher.get_error())}")
     _probe(spec, matcher.deep_copy(), vocabulary)
     return Grammar(vocabulary, matcher)
-
-
-def _source(spec: GrammarSpec) -> str:
-    """Return ``spec`` in llguidance's own form."""
-    match spec.kind:
-        case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=_JSON)
-        case "json_schema":
-            schema = "{}" if json.loads(spec.source) is True else spec.source
-            if not schema_can_end(schema):
-                raise InvalidRequest("json_schema: no answer could ever end")
-            try:
-                return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
-            except ValueError as e:
-                raise InvalidRequest(f"json_schema: {in_brief(str(e))}") from None
-        case "regex":
-            return LLMatcher.grammar_from_regex(spec.source)
-        case "choice":
-            options = dict.fromkeys(json.loads(spec.source))
-            # One word to the lexer: as so many rules they would be looked at one by one.
-            words = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
-            return LLMatcher.grammar_from_lark(f"start: OPTION\nOPTION: {words}")
-        case "lark":
-            lark = _from_gbnf(spec.source) if _GBNF.search(spec.source) else spec.source
-            if not lark_can_end(lark):
-                raise InvalidRequest("grammar: no answer could ever end")
-            return LLMatcher.grammar_from_lark(lark)
-
-
-def _from_gbnf(source: str) -> str:
-    """Translate llama.cpp's notation."""
-    if len(source) > MAX_GBNF_CHARS:
-        raise InvalidRequest(
-            f"grammar has {len(source)} characters of GBNF; at most {MAX_GBNF_CHARS} are accepted"
-        )
-    try:
-        return gbnf_to_lark(source)
-    except (GbnfToLarkError, RecursionError) as e:
-        raise InvalidRequest(f"grammar is no GBNF: {in_brief(str(e))}") from None
 
 
 def _probe(spec: GrammarSpec, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
