@@ -1,8 +1,9 @@
 """Work in a few threads, a fair turn for each tenant.
 
-Knows tenants, keys and threads; nothing of what the work is. A tenant's work waits in a line of its
-own and the lines are served in turn, one piece each, so that who asks for much waits for it alone.
-No tenant has all threads at once: work that lasts seconds cannot keep the others from beginning.
+Knows tenants, keys and threads; of the work only its name, to say when no more of it may wait. A
+tenant's work waits in a line of its own and the lines are served in turn, one piece each, so that
+who asks for much waits for it alone. No tenant has all threads at once: work that lasts seconds
+cannot keep the others from beginning.
 """
 
 from __future__ import annotations

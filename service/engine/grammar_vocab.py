@@ -18,8 +18,6 @@ from radixkv.service.engine.token_text import Joining, Recipe, TokenText
 
 Bits = np.ndarray
 """Tokens as bits: int32 ``[words]``, token ``t`` is bit ``t % 32`` of word ``t // 32``."""
-
-
 _MAX_CUT_BYTES = 256
 
 
@@ -42,7 +40,6 @@ class Vocabulary:
         reason = _reason_against(tables.recipe)
         if reason is not None:
             raise InvalidRequest(f"this model's answers cannot be held to a form: {reason}")
-        self.vocab_size = vocab_size
         self.eos = np.array(sorted(t for t in eos_token_ids if t < vocab_size), np.int64)
         words = [word if word else b"" for word in tables.shown[:vocab_size]]
         words += [b""] * (vocab_size - len(words))

@@ -85,6 +85,12 @@ def common_chars(a: str, b: str) -> int:
     return low
 
 
+def _change(text: str, other: str) -> tuple[int, int]:
+    """Return where what ``text`` alone has begins and ends: around it both are the same."""
+    start = common_chars(text, other)
+    return start, len(text) - common_chars(text[start:][::-1], other[start:][::-1])
+
+
 def _header(messages: Messages, index: int) -> Region:
     return Region("role_header", index, str(messages[index].get("role")))
 
@@ -94,9 +100,8 @@ def _is_in_tools(at: int, text: str, render_without_tools: Callable[[], str]) ->
         without = render_without_tools()
     except InvalidRequest:
         return False
-    start = common_chars(text, without)
-    tail = common_chars(text[start:][::-1], without[start:][::-1])
-    return start <= at < len(text) - tail
+    start, end = _change(text, without)
+    return start <= at < end
 
 
 def _last_begun(
@@ -139,8 +144,7 @@ def _calls_end(index: int, text: str, messages: Messages, render: Callable[[Mess
         without = render(changed)
     except InvalidRequest:
         return 0
-    begun = common_chars(text, without)
-    return len(text) - common_chars(text[begun:][::-1], without[begun:][::-1])
+    return _change(text, without)[1]
 
 
 def _content_of(message: Mapping[str, Any]) -> str:

@@ -168,13 +168,13 @@ def sample(logits: torch.Tensor, samplers: Sequence[ChoiceSampler]) -> list[Samp
     if len(plain) < len(samplers):
         skip = set(plain)
         rest = [r for r in range(len(samplers)) if r not in skip]
-        held = [r for r in rest if samplers[r].grammar is not None]
+        held = {r: grammar for r in rest if (grammar := samplers[r].grammar) is not None}
         if held:  # first, so that they are one slice
-            rest = held + [r for r in rest if samplers[r].grammar is None]
+            rest = [*held, *(r for r in rest if r not in held)]
         copy = logits[rest] if plain or held else logits.clone()
         apply_edits(copy, [(i, samplers[r].edits) for i, r in enumerate(rest) if edited[r]])
         if held:
-            hold(copy[: len(held)], [s.grammar for r in held if (s := samplers[r]).grammar])
+            hold(copy[: len(held)], list(held.values()))
         ids[rest], peaks[rest] = _draw_copied(copy, [samplers[r] for r in rest])
     good = np.isfinite(peaks)
     logprobs = _logprobs(logits, ids, [(r, s) for r, s in enumerate(samplers) if good[r]])

@@ -191,7 +191,7 @@ class Serving:
         return ids, tuple(keeps)
 
     async def compile_grammar(
-        self, request: web.Request, params: SamplingParams, param: str = "response_format"
+        self, request: web.Request, params: SamplingParams, param: str
     ) -> None:
         """Compile the grammar of ``params``, if there is one, before anything is queued: a bad one
         is the InvalidRequest of the field ``param``. In a thread, unless that was done before."""
