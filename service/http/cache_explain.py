@@ -17,7 +17,7 @@ from radixkv.service.http.body import read_body
 from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.explaining import AskedChat, record_of
 from radixkv.service.http.extras import PROMPTS, chat_sections
-from radixkv.service.http.fields import GenerationFields
+from radixkv.service.http.fields import GenerationFields, need_one_of
 from radixkv.service.http.marks import CacheFields
 from radixkv.service.http.messages import ChatFields, Messages
 from radixkv.service.http.schema import Prompt, prompt_list
@@ -46,10 +46,7 @@ class ExplainRequest(GenerationFields, ChatFields, CacheFields):
 
     @model_validator(mode="after")
     def _one_source(self) -> ExplainRequest:
-        given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none"
-            raise ValueError(f"wanted exactly one of messages, prompt and tokens; got {got}")
+        need_one_of(self, "messages", "prompt", "tokens")
         return self
 
     @property

@@ -74,6 +74,15 @@ class RadixKVOptions(Strict):
     )
 
 
+def need_one_of(body: BaseModel, *names: str) -> None:
+    """Raise ValueError unless just one of these fields of ``body`` is given."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        *others, last = names
+        got = " and ".join(given) or "none"
+        raise ValueError(f"wanted exactly one of {', '.join(others)} and {last}; got {got}")
+
+
 class OriginFields(Strict):
     """What every route that brings a prompt to the engine accepts beside the prompt."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from radixkv.service.http.fields import OriginFields, Strict
+from radixkv.service.http.fields import OriginFields, Strict, need_one_of
 from radixkv.service.http.marks import CacheFields, Mark, Ttl, marks_of
 from radixkv.service.http.messages import ChatFields, Messages
 from radixkv.service.http.replies import RadixKV
@@ -26,10 +26,7 @@ class PromptRequest(ChatFields, OriginFields):
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptRequest:
-        given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none"
-            raise ValueError(f"wanted exactly one of messages, prompt and tokens; got {got}")
+        need_one_of(self, "messages", "prompt", "tokens")
         return self
 
     @property

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.params import MAX_LOGPROBS, SamplingParams
-from radixkv.service.http.fields import GenerationFields, Strict
+from radixkv.service.http.fields import GenerationFields, Strict, need_one_of
 from radixkv.service.http.marks import CacheFields, Mark, marks_of
 from radixkv.service.http.messages import ChatFields, Messages
 from radixkv.service.http.structured import StructuredFields
@@ -167,10 +167,7 @@ class TokenizeRequest(ChatFields):
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
-        given = [n for n in ("prompt", "messages", "content") if getattr(self, n) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none"
-            raise ValueError(f"wanted exactly one of prompt, messages and content; got {got}")
+        need_one_of(self, "prompt", "messages", "content")
         return self
 
 
