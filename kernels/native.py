@@ -64,13 +64,18 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def default_folder() -> Path:
-    """Where compiled kernels are kept: the user's cache folder, or a private one if that fails."""
+def cache_folder() -> Path:
+    """The user's cache folder for all that radixkv keeps; it may not be there, or be read-only."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "radixkv" / "kernels"
+    return base / "radixkv"
+
+
+def default_folder() -> Path:
+    """Where compiled kernels are kept: the user's cache folder, or a private one if that fails."""
+    folder = cache_folder() / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
@@ -120,14 +125,14 @@ def _compile(command: list[str]) -> None:
 def _fingerprint(compiler: str) -> str:
     """Name what the library depends on: -march=native means this very kind of processor."""
     digest = hashlib.blake2b(digest_size=10)
-    for part in (compiler, *FLAGS, platform.machine(), *_processor()):
+    for part in (compiler, *FLAGS, platform.machine(), *processor()):
         digest.update(part.encode() + b"\0")
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
 
 
-def _processor() -> list[str]:
+def processor() -> list[str]:
     """Name the processor's model and instruction sets as far as the system tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 import radixkv
-from radixkv.kernels.native import default_folder, unavailable_reason
+from radixkv.kernels.native import cache_folder, processor, unavailable_reason
 
 if TYPE_CHECKING:
     from radixkv.service.engine.loading import LoadedModel
@@ -30,7 +30,7 @@ _CODE = ("kernels", "service/engine")
 
 def is_proven(loaded: LoadedModel) -> bool:
     """Whether this model was proven exact before, by this code on this kind of device."""
-    return _place(loaded).exists()
+    return os.path.exists(_place(loaded))  # False, too, where the folder must not be read
 
 
 def note_proven(loaded: LoadedModel) -> None:
@@ -42,12 +42,10 @@ def note_proven(loaded: LoadedModel) -> None:
 
 
 def _place(loaded: LoadedModel) -> Path:
-    device = loaded.device
     parts = (
         repr(loaded.fingerprints),
         str(loaded.generic_reason),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        str(unavailable_reason()),
+        *_device(loaded.device),
         radixkv.__version__,
         numpy.__version__,
         torch.__version__,
@@ -55,7 +53,13 @@ def _place(loaded: LoadedModel) -> Path:
         _digest_code(),
     )
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    return default_folder().parent / "proven" / name
+    return cache_folder() / "proven" / name
+
+
+def _device(device: torch.device) -> list[str]:
+    if device.type == "cuda":
+        return ["cuda", torch.cuda.get_device_name(device)]
+    return [device.type, *processor(), str(unavailable_reason())]
 
 
 @functools.cache
