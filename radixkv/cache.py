@@ -125,7 +125,7 @@ class PrefixCache:
         lease = Lease(self, identity, ids, node, len(ids), cached, terms)
         lease._counted = counted = (len(tokens) // 4, num_valid, resumed)
         self._count(terms.account, 1, counted, cached)
-        if self.pins.identities:
+        if self.pins.prefixes:
             self.pins.note_use(identity, tokens, cached)
         return lease
 

@@ -50,8 +50,7 @@ class Pins:
         self._budgets: dict[str, int] = {}
         self._held: dict[str, Held] = {}
         self._of_owner: dict[str, dict[str, Held]] = {}
-        self.identities: dict[CacheIdentity, dict[str, Held]] = {}
-        self._prefixes: dict[CacheIdentity, Prefixes[Held]] = {}
+        self.prefixes: dict[CacheIdentity, Prefixes[Held]] = {}  # of identities that have any
         self._on_tail: dict[Node, dict[str, Held]] = {}
         self._blocks = BlockCounts()
         self._blocks_of: dict[str, BlockCounts] = {}
@@ -97,7 +96,6 @@ class Pins:
         if held.lease is not None:
             self._held[held.id] = held
             self._of_owner.setdefault(owner, {})[held.id] = held
-            self.identities.setdefault(identity, {})[held.id] = held
         self._expect(held, ttl_s, now)
         return held.shown()
 
@@ -160,7 +158,7 @@ class Pins:
         held.account, held.public = root.account, root.start
         blocks = held.blocks()
         self._blocks_of[held.owner].add(blocks)
-        self._prefixes.setdefault(held.identity, Prefixes()).put(held.prefix, held.id, held)
+        self.prefixes.setdefault(held.identity, Prefixes()).put(held.prefix, held.id, held)
         held.account.pinned += self._blocks.add(blocks[held.public :])
         if held.public:
             self._cache.accounts.of(None).pinned += self._blocks.add(blocks[: held.public])
@@ -176,9 +174,9 @@ class Pins:
         assert held.account is not None
         blocks = held.blocks()
         self._blocks_of[held.owner].take(blocks)
-        self._prefixes[held.identity].drop(held.prefix, held.id)
-        if not self._prefixes[held.identity]:
-            del self._prefixes[held.identity]
+        self.prefixes[held.identity].drop(held.prefix, held.id)
+        if not self.prefixes[held.identity]:
+            del self.prefixes[held.identity]
         held.account.pinned -= self._blocks.take(blocks[held.public :])
         if held.public:
             self._cache.accounts.of(None).pinned -= self._blocks.take(blocks[: held.public])
@@ -208,7 +206,7 @@ class Pins:
             return
         now = self.clock()
         self.expire(now)
-        mine = self._prefixes.get(identity)
+        mine = self.prefixes.get(identity)
         if mine is not None:  # one token more than was found: a prompt's last is left to compute
             for held in mine.beginning(tokens[: TOKEN_BYTES * (cached_tokens + 1)]):
                 if held.ttl_s is not None:
@@ -295,7 +293,6 @@ class Pins:
         held.lease = None
         del self._held[held.id]
         _remove(self._of_owner, held.owner, held)
-        _remove(self.identities, held.identity, held)
         if not self._blocks_of[held.owner]:
             del self._blocks_of[held.owner]
 
