@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from radixkv.identity.identity import CacheIdentity
 from radixkv.nodes import Node, Root
-from radixkv.residency import count_of
+from radixkv.residency import count_of, last_use
 from radixkv.tokens import TOKEN_BYTES, decode
 
 if TYPE_CHECKING:
@@ -88,16 +88,16 @@ class Survey:
         self.starts = [node.start for node in nodes]
         self.num_blocks = [len(node.blocks) for node in nodes]
         self.locks = [node.locks for node in nodes]
-        self.used = [node.steps[-1][1] if node.steps else node.used for node in nodes]
+        self.used = [last_use(node) for node in nodes]
         self.identities = [node.root.identity for node in nodes]
         self.block_size = cache.block_size
         self.seconds_since = cache.residency.as_of_now()
 
     def draw(self, *, depth: int = 8, limit: int = 1000, token_ids: int = 0) -> Dump:
         """Return the nodes, the largest subtrees first; see ``dump``. On any thread."""
-        walk = _Sums(self)
-        draw = _Draw(self, walk, token_ids)
-        pending = [(-walk.blocks[at], at, 0) for at, up in enumerate(self.parents) if up < 0]
+        sums = _Sums(self)
+        draw = _Draw(self, sums, token_ids)
+        pending = [(-sums.blocks[at], at, 0) for at, up in enumerate(self.parents) if up < 0]
         roots = [at for _, at, _ in pending]
         heapq.heapify(pending)
         drawn: dict[int, int] = {}
@@ -106,10 +106,10 @@ class Survey:
             up = self.parents[at]
             drawn[at] = draw.node(at, drawn[up] if up >= 0 else None)
             if level < depth:
-                for child in walk.children.get(at, ()):
-                    heapq.heappush(pending, (-walk.blocks[child], child, level + 1))
+                for child in sums.children.get(at, ()):
+                    heapq.heappush(pending, (-sums.blocks[child], child, level + 1))
         for at, parent in [*drawn.items()]:
-            hidden = [child for child in walk.children.get(at, ()) if child not in drawn]
+            hidden = [child for child in sums.children.get(at, ()) if child not in drawn]
             draw.others(hidden, parent)
         by_tenant: dict[str | None, list[int]] = {}
         for at in roots:
@@ -166,16 +166,16 @@ class _Sums:
 class _Draw:
     """Turns what a survey has found into entries."""
 
-    def __init__(self, survey: Survey, walk: _Sums, num_ids: int) -> None:
+    def __init__(self, survey: Survey, sums: _Sums, num_ids: int) -> None:
         self.out: list[DumpNode] = []
         self._survey = survey
-        self._walk = walk
+        self._sums = sums
         self._num_bytes = num_ids * TOKEN_BYTES
         self._digests: dict[CacheIdentity, str] = {}
 
     def node(self, at: int, parent: int | None) -> int:
         """Add a node; return its id."""
-        survey, walk = self._survey, self._walk
+        survey, sums = self._survey, self._sums
         key, identity = survey.keys[at], survey.identities[at]
         self.out.append(
             DumpNode(
@@ -187,11 +187,11 @@ class _Draw:
                 start=survey.starts[at] * survey.block_size,
                 tokens=len(key) // TOKEN_BYTES,
                 blocks=survey.num_blocks[at],
-                references=walk.holds[at],
-                idle_s=self._idle(walk.holds[at], walk.used[at]),
-                subtree_tokens=walk.bytes[at] // TOKEN_BYTES,
-                subtree_blocks=walk.blocks[at],
-                subtree_nodes=walk.num_nodes[at],
+                references=sums.holds[at],
+                idle_s=self._idle(sums.holds[at], sums.used[at]),
+                subtree_tokens=sums.bytes[at] // TOKEN_BYTES,
+                subtree_blocks=sums.blocks[at],
+                subtree_nodes=sums.num_nodes[at],
                 token_ids=tuple(decode(key[: self._num_bytes])) if self._num_bytes else None,
             )
         )
@@ -201,10 +201,10 @@ class _Draw:
         """Add one entry for nodes of one parent that are not drawn, if there are any."""
         if not group:
             return
-        walk, identity = self._walk, self._survey.identities[group[0]]
-        holds = sum(walk.holds[at] for at in group)
-        num_tokens = sum(walk.bytes[at] for at in group) // TOKEN_BYTES
-        num_blocks = sum(walk.blocks[at] for at in group)
+        sums, identity = self._sums, self._survey.identities[group[0]]
+        holds = sum(sums.holds[at] for at in group)
+        num_tokens = sum(sums.bytes[at] for at in group) // TOKEN_BYTES
+        num_blocks = sum(sums.blocks[at] for at in group)
         self.out.append(
             DumpNode(
                 id=len(self.out),
@@ -216,10 +216,10 @@ class _Draw:
                 tokens=num_tokens,
                 blocks=num_blocks,
                 references=holds,
-                idle_s=self._idle(holds, max(walk.used[at] for at in group)),
+                idle_s=self._idle(holds, max(sums.used[at] for at in group)),
                 subtree_tokens=num_tokens,
                 subtree_blocks=num_blocks,
-                subtree_nodes=sum(walk.num_nodes[at] for at in group),
+                subtree_nodes=sum(sums.num_nodes[at] for at in group),
                 token_ids=None,
             )
         )

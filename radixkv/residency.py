@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from radixkv.blocks import BlockIds
@@ -47,8 +48,8 @@ class Residency:
                     block of what was found. Where many paths share it, the newest of them tell.
 
     Of blocks that were evicted, or found; of none that are there still or went in a reset. What
-    was never in use is left out, not 0. The time is looked at only in ``tick``: what was let go
-    between two of them counts as of the later one.
+    was never in use is left out, not 0. When something was let go is known by ``tick`` alone: what
+    was between two of them counts as of the later one.
     """
 
     def __init__(
@@ -103,10 +104,9 @@ class Residency:
         """
         self._evictions -= 1
         if self._evictions == _EVICTIONS - 1:
-            now = self.clock()
-            since = self._marks.when(count_of(leaf.used), now)
-            if since is not None:
-                self.idle.add(now - since, len(leaf.blocks) - keep)
+            idle = self.seconds_since(count_of(leaf.used))
+            if idle is not None:
+                self.idle.add(idle, len(leaf.blocks) - keep)
         blocks = leaf.blocks[keep:] if keep else leaf.blocks
         if not self._births.keys().isdisjoint(blocks):
             now = self.clock()
@@ -147,19 +147,11 @@ class Residency:
 
     def seconds_since(self, count: int) -> float | None:
         """Return the seconds since the tree's clock stood at ``count``; None: unknown."""
-        now = self.clock()
-        since = self._marks.when(count, now)
-        return None if since is None else max(0.0, now - since)
+        return self._marks.seconds_since(count, self.clock())
 
     def as_of_now(self) -> Callable[[int], float | None]:
         """Return what tells ``seconds_since`` as it is now, at any time and on any thread."""
-        now, marks = self.clock(), self._marks.copy()
-
-        def seconds_since(count: int) -> float | None:
-            since = marks.when(count, now)
-            return None if since is None else max(0.0, now - since)
-
-        return seconds_since
+        return partial(self._marks.copy().seconds_since, now=self.clock())
 
     def quantiles(self) -> dict[str, dict[float, float | None]]:
         """Return for each of SERIES its QUANTILES in seconds; None where nothing was sampled."""

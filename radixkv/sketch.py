@@ -16,7 +16,7 @@ _LEAST_S = 1e-3  # what is no longer counts as 0
 _MOST_S = 1e9
 
 _MARKS = 512
-SPACING_S = 0.01
+_SPACING_S = 0.01
 
 
 class Sketch:
@@ -87,7 +87,7 @@ class Marks:
             # The mark before stands for the whole 10 ms: what follows has not been waiting for it.
             self._counts[-1] = count
             return
-        self._due = now + SPACING_S
+        self._due = now + _SPACING_S
         self._first = min(self._first, count)
         self._counts.append(count)
         self._times.append(now)
@@ -100,6 +100,11 @@ class Marks:
             return None
         at = bisect_left(self._counts, count)
         return self._times[at] if at < len(self._times) else now
+
+    def seconds_since(self, count: int, now: float) -> float | None:
+        """Return the seconds from when it stood at ``count`` to ``now``; None if nobody knows."""
+        since = self.when(count, now)
+        return None if since is None else max(0.0, now - since)
 
     def copy(self) -> Marks:
         """Return the marks as they are now."""
