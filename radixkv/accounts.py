@@ -230,7 +230,10 @@ class Accounts:
             self.note(account)
 
     def count_blocks(self, account: Account, n: int, evictable: int = 0) -> None:
-        """Note that ``n`` more blocks of ``account`` are resident, and so many more evictable."""
+        """Note that ``n`` more blocks of ``account`` are resident, and so many more evictable.
+
+        Where each hold, publication and eviction passes, the tree does the same by itself.
+        """
         account.blocks += n
         account.evictable += evictable
         if account.bounded:

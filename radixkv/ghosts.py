@@ -18,7 +18,6 @@ from radixkv.tree import RadixTree
 
 _PLACES = 256  # ends of edges whose path's digest is kept, lest each child makes it anew
 
-
 _Place: TypeAlias = "tuple[bytes, Path, Runs]"
 """The end of a node's edge, for as long as the first is the node's very key: the path to there."""
 
@@ -57,8 +56,7 @@ class Ghosts:
     @property
     def num_runs(self) -> int:
         """Runs remembered, of all tenants."""
-        self._close()
-        return sum(len(runs) for runs in self._runs.values())
+        return sum(len(runs) for runs in self._runs.values()) + (self._last is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -106,18 +104,18 @@ class Ghosts:
 
     def note_all(self, roots: Iterable[Root]) -> None:
         """Note that everything below ``roots`` is about to go; where it is too much, ends first."""
-        room: dict[int, int] = {}
+        room: dict[Runs, int] = {}
         for root in roots:
             nodes: list[Node] = [root]
             for node in nodes:
-                which = id(self._find(node)[2])
-                left = room.get(which, self._limit - self._limit // 16)
+                runs = self._find(node)[2]
+                left = room.get(runs, self._limit - self._limit // 16)
                 for child in (node.children or {}).values():
                     left -= len(child.key) + RECORD_BYTES
                     if left > 0:
                         self.note(child)
                         nodes.append(child)
-                room[which] = left
+                room[runs] = left
         self._close()
         self._places.clear()
 

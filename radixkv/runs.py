@@ -27,7 +27,6 @@ class Stretch(NamedTuple):
 _Run: TypeAlias = "tuple[int, bytes, int]"
 """Bytes of the path before it, tokens, when it went. Plain, as there is one for each eviction."""
 
-
 Path: TypeAlias = "tuple[PathHash, int]"
 """State and digest of all tokens before an edge; the state is to be copied and gone on with."""
 Edge: TypeAlias = "tuple[Path, bytes, int]"

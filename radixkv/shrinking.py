@@ -143,17 +143,17 @@ def disown(tree: RadixTree, node: Node, depth: int) -> Node | None:
     return before
 
 
-def prune(tree: RadixTree, root: Root) -> int:
-    """Free what nobody holds of all below ``root``, a mount withdrawn; return how many blocks.
+def prune(tree: RadixTree, root: Root) -> None:
+    """Free what nobody holds of all below ``root``, a mount that was withdrawn.
 
-    They count as evicted, by whoever had declared public what comes before. O(nodes below it).
+    It counts as evicted, by whoever had declared public what comes before. O(nodes below it).
     """
     assert root.border is not None
     causer = tree.accounts.of(root.border.identity.namespace.tenant)
     nodes: list[Node] = [root]
     for node in nodes:
         nodes += (node.children or {}).values()
-    num_free, account = tree.pool.free, root.account
+    account = root.account
     for node in reversed(nodes[1:]):  # children before parents
         held = node.num_held()
         gone = node.blocks[held:]
@@ -174,4 +174,3 @@ def prune(tree: RadixTree, root: Root) -> int:
         else:
             _remove(tree, node)
     tree.version += 1
-    return tree.pool.free - num_free
