@@ -46,9 +46,9 @@ _HOME = {
     "RadixKVError": "radixkv.errors",
     "Reply": "radixkv.service.session_reply",
     "SamplingParams": "radixkv.service.engine.params",
+    "ServerConfig": "radixkv.config",
     "Session": "radixkv.service.session",
     "SessionLease": "radixkv.service.session_hold",
-    "ServerConfig": "radixkv.config",
     "TransformersPrefixCache": "radixkv.service.hf_cache",
     "Turn": "radixkv.service.session_reply",
 }
@@ -70,9 +70,9 @@ __all__ = [
     "RadixKVError",
     "Reply",
     "SamplingParams",
+    "ServerConfig",
     "Session",
     "SessionLease",
-    "ServerConfig",
     "TransformersPrefixCache",
     "Turn",
 ]

@@ -112,21 +112,17 @@ class EngineConfig:
             _expect_int("num_threads", self.num_threads, 1, 1024)
         if not _is_number(self.pin_budget) or not 0 <= self.pin_budget <= 0.9:
             raise InvalidConfig(f"pin_budget is {self.pin_budget!r}; wanted a share of 0 to 0.9")
-        if self.dtype not in DTYPES:
-            raise InvalidConfig(f"dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
-        if self.decoder not in DECODERS:
-            raise InvalidConfig(f"decoder is {self.decoder!r}; accepted: {', '.join(DECODERS)}")
-        if self.kv_dtype not in KV_DTYPES:
-            raise InvalidConfig(f"kv_dtype is {self.kv_dtype!r}; accepted: {', '.join(KV_DTYPES)}")
-        if self.tool_call_parser not in TOOL_CALL_PARSERS:
-            raise InvalidConfig(
-                f"tool_call_parser is {self.tool_call_parser!r}; accepted: "
-                f"{', '.join(TOOL_CALL_PARSERS)}"
-            )
-        if self.cuda_graphs not in CUDA_GRAPHS:
-            raise InvalidConfig(
-                f"cuda_graphs is {self.cuda_graphs!r}; accepted: {', '.join(CUDA_GRAPHS)}"
-            )
+        for name, accepted in (
+            ("dtype", DTYPES),
+            ("decoder", DECODERS),
+            ("kv_dtype", KV_DTYPES),
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("cuda_graphs", CUDA_GRAPHS),
+        ):
+            if getattr(self, name) not in accepted:
+                raise InvalidConfig(
+                    f"{name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}"
+                )
         if self.kv_dtype != "auto" and (self.decoder == "native" or self.deterministic):
             asked = "deterministic is on" if self.deterministic else "decoder is 'native'"
             raise InvalidConfig(

@@ -43,7 +43,8 @@ evicted      they were resident, and made room for others or went in a reset
 expired      the same, after a pin that had kept them ran out
 adapter .. namespace
              resident, but under another identity of the same tenant, which differs in this first
-             (``namespace``: it has a salt; told to those who have none themselves)
+             (``namespace``: another salt, or none; told to those who have none themselves, and by
+             ``every_salt``)
 diverged     the cache goes on otherwise at this point; see ``divergence``
 first_seen   none of the others: no trace of them
 below_block  the end of a public prefix, behind its last whole block, that nobody has put in

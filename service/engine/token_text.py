@@ -123,11 +123,11 @@ class TokenText:
     so any thread may read them.
     """
 
-    def __init__(self, tokenizer: Any, shown: Collection[str] = ()) -> None:
-        """``tokenizer`` is one of transformers', fast or slow. ``shown``: special tokens that are
+    def __init__(self, tokenizer: Any, said: Collection[str] = ()) -> None:
+        """``tokenizer`` is one of transformers', fast or slow. ``said``: special tokens that are
         text all the same, where the decoder is a usual one (not WINDOW)."""
         self._tokenizer = tokenizer
-        self._shown = frozenset(shown)
+        self._said = frozenset(said)
 
     def prepare(self) -> None:
         """Build the tables now: O(vocabulary), some tenths of a second."""
@@ -170,7 +170,7 @@ class TokenText:
         decoder = backend.decoder
         recipe = read_recipe(None if decoder is None else json.loads(decoder.__getstate__()))
         if recipe.joining is not Joining.WINDOW:  # else the tokenizer says, and it skips them
-            special -= self._shown
+            special -= self._said
         return _build(names, special, recipe)
 
     def _slow_tables(self) -> Tables:
