@@ -24,8 +24,6 @@
    and loads, not products, would set the pace. */
 #if defined(__x86_64__)
 #define HOLD(x) __asm__("" : "+x"(x))
-#elif defined(__aarch64__) && LANES == 4
-#define HOLD(x) __asm__("" : "+w"(x))
 #else
 #define HOLD(x) ((void)(x))
 #endif

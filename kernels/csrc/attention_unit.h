@@ -1,8 +1,9 @@
 /* The partial results of one item's rows over one unit of keys.
 
-   Few rows read keys and values where they lie; many rows share a tile that is brought to float32
-   once. Both give a row the same bits (attention_rows.h). Knows rows, slots and strides; nothing of
-   what becomes of a partial. */
+   Keys are brought to float32 in tiles, turned so that those side by side are scored together. Few
+   rows go through them a part at a time for all heads, and read values where they lie; many rows
+   take one head at a time, and share tiles of values too. Both give a row the same bits
+   (attention_rows.h). Knows rows, slots and strides; nothing of what becomes of a partial. */
 
 #ifndef RADIXKV_ATTENTION_UNIT_H
 #define RADIXKV_ATTENTION_UNIT_H
@@ -12,7 +13,7 @@
 
 enum {
     PART = 32,         /* tokens that few rows read at a time for all heads; a multiple of LANES */
-    FEW = 6,           /* rows of one key head that read in place: a tile would cost more, */
+    FEW = 6,           /* rows of one key head that read values in place: a tile would cost more, */
     FEW_FLOATS = 12,   /* and more yet where nothing needs to be converted */
     TILE_FLOATS = 4096 /* of keys or values brought to float32 at a time: half of a usual L1 */
 };
@@ -165,7 +166,7 @@ INLINE void soften_rows(const Step *step, const Layer *layer, const Item *item, 
     }
 }
 
-/* Few rows: keys and values are read where they lie, a part for all heads at a time. */
+/* Few rows: a part for all heads at a time, and values are read where they lie. */
 INLINE void read_in_place(int type, const Step *step, const Layer *layer, const Item *item,
                           int64_t first, int from, int to, Scratch *s) {
     int64_t dim = step->head_dim, group = step->num_q_heads / step->num_kv_heads;
@@ -198,7 +199,7 @@ INLINE void read_in_place(int type, const Step *step, const Layer *layer, const 
             const char *values = (const char *)layer->v + h * head_bytes;
             const float *scores = s->scores + row * SCORES;
             float *sums = s->part + row * dim;
-#define ADD(R, r)                                                                                  \
+#define ADD(R, r)                                                                          \
     add_seen(R, type, 1, dim, r, s, scores + (r)*SCORES + t, values, offsets + t, t, stop, \
              sums + (r)*dim)
             FOR_ROWS(rows, r, R, ADD)
@@ -233,9 +234,9 @@ INLINE void fetch_share(const Next *next, int64_t row, int64_t row_stop, int64_t
 /* scores of many rows against a turned tile of keys; rows that see nothing of it are left out. */
 ONCE void score_tile(int64_t rows, int64_t dim, const float *q, const float *tile,
                      int from, int count, const Scratch *s, const Next *next, float *scores) {
-#define SCORE(R, r)                                                                            \
-    fetch_share(next, r, (r) + R, rows);                                                       \
-    if (s->high[(r) + R - 1] <= from || s->low[r] >= from + count) continue;                   \
+#define SCORE(R, r)                                                          \
+    fetch_share(next, r, (r) + R, rows);                                     \
+    if (s->high[(r) + R - 1] <= from || s->low[r] >= from + count) continue; \
     score_keys(R, dim, q + (r)*dim, tile, count, scores + (r)*SCORES + from)
     FOR_ROWS(rows, r, R, SCORE)
 #undef SCORE
@@ -244,8 +245,8 @@ ONCE void score_tile(int64_t rows, int64_t dim, const float *q, const float *til
 ONCE void add_tile(int64_t rows, int64_t dim, const float *scores, const float *tile,
                    const int64_t *lines, int from, int count, const Scratch *s, const Next *next,
                    float *sums) {
-#define ADD(R, r)                                                                             \
-    fetch_share(next, r, (r) + R, rows);                                                      \
+#define ADD(R, r)                                                                      \
+    fetch_share(next, r, (r) + R, rows);                                               \
     add_seen(R, FLOAT32, 0, dim, r, s, scores + (r)*SCORES + from, (const char *)tile, \
              lines, from, from + count, sums + (r)*dim)
     FOR_ROWS(rows, r, R, ADD)

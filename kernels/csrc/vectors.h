@@ -32,8 +32,8 @@ INLINE vf get(const float *p) { return *(const vf_unaligned *)p; }
 
 INLINE void put(float *p, vf x) { *(vf_unaligned *)p = x; }
 
-/* a * b + c, rounded once where the processor can: not left to the compiler, which on some processors
-   rounds twice where one sum waits for itself and once where several take turns. */
+/* a * b + c, on x86 rounded once where the processor can: not left to the compiler, which for some
+   processors rounds twice where one sum waits for itself and once where several take turns. */
 INLINE vf fused(vf a, vf b, vf c) {
 #if LANES == 8 && defined(__FMA__)
     return (vf)__builtin_ia32_vfmaddps256(a, b, c);
