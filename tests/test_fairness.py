@@ -141,6 +141,34 @@ def test_the_prompt_of_one_who_asks_now_and_then_is_computed_in_one_go() -> None
         rig.turn(8)
 
 
+def test_a_step_in_which_the_prompt_of_one_who_asks_now_and_then_ends_is_not_filled_up() -> None:
+    """Its first token comes when the step is over; the loud one's prompts go on in the next."""
+    rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32)
+    for i in range(8):
+        rig.submit(prompt(300, i), 1, origin=LOUD)
+    rig.turn(30)
+    for length in (16 + 3, 5):
+        quiet = rig.submit(prompt(length, 90 + length), 2, origin=QUIET)
+        rig.turn(length // 16)
+        before = rig.core.counters.step_tokens
+        rig.turn()
+        assert rig.core.counters.step_tokens - before == length % 16
+        before = rig.core.counters.step_tokens
+        rig.turn()
+        assert quiet.finished
+        assert rig.core.counters.step_tokens - before == 16, "the next step is full again"
+
+
+def test_steps_are_full_when_nobody_is_owed_anything() -> None:
+    """Short prompts of many who ask as much as each other share their steps."""
+    rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32, force_miss=True)
+    for i in range(64):
+        rig.submit(prompt(5, i), 1, origin=Origin(tenant=f"t{i % 4}"))
+    before = rig.core.counters.step_tokens
+    rig.turn(20)
+    assert rig.core.counters.step_tokens - before == 64 * 5
+
+
 def test_one_who_then_asks_all_the_time_is_ahead_by_a_burst_at_the_most() -> None:
     rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32)
     fairness = rig.core.scheduler.fairness

@@ -244,7 +244,9 @@ class BatchRun:
         with self._writing:
             if isinstance(self._failure, OSError):
                 return  # what is behind half a line could not be read again
-            for lines, file in ((self._good, self._answers), (self._bad, self._errors)):
+            # Refusals first: those of the plan were there before any answer, so they are on disk
+            # before one, wherever a kill comes.
+            for lines, file in ((self._bad, self._errors), (self._good, self._answers)):
                 num = len(lines)
                 file.append(lines[:num])
                 del lines[:num]

@@ -22,7 +22,8 @@ The tokens of a step are shared out by the same rule with levels of their own (*
 computed, charged when it is), or a tenant whose long prompts were all admitted while it was alone
 would keep every step to itself. What a tenant computed while no other had a prompt there counts up
 to a *burst* beyond the floor: so the prompt of one that asks now and then is computed in one go, in
-nearly the steps that it would take alone, and not in turns with those of one that always asks.
+nearly the steps that it would take alone, and not in turns with those of one that always asks. Nor
+is the step in which it ends filled up with theirs: its first token comes when that step is over.
 Interactive work and batch work are counted apart, as two lanes.
 """
 
@@ -238,6 +239,18 @@ class Fairness:
         floor = self._lanes[account.batch].ran
         mine = (max(account.ran, floor), account.stepped)
         return (max(other.ran, floor), other.stepped) <= mine
+
+    def lengthens(self, other: Account, account: Account) -> bool:
+        """Tell whether ``other`` may add to a step in which a prompt of ``account``, which comes
+        before it, ends.
+
+        Not if it ran more than a quantum further: its tokens wait for the next step, which costs it
+        what a step costs beside its tokens. No step stays short for long, since whoever ends
+        prompts in every one of them runs as far soon.
+        """
+        if other.batch is not account.batch:
+            return True
+        return other.ran - account.ran <= self.quantum
 
     # -- what it cost ------------------------------------------------------------------------------
 

@@ -110,12 +110,22 @@ class Scheduler:
             self._starter.start(plan)
         self._competed = len(plan.prompts) > 1
         if plan.budget:
-            for account in self.fairness.compute_order(plan.prompts):
-                for seq in tuple(plan.prompts[account]):
-                    if plan.budget == 0:
-                        break
-                    go_on(seq, plan)
+            self._add_prompts(plan)
         return list(plan.works.values())
+
+    def _add_prompts(self, plan: Plan) -> None:
+        """Put prompts to work, tenant by tenant and by age, while there are tokens to give out."""
+        first_to_end: Account | None = None
+        for account in self.fairness.compute_order(plan.prompts):
+            if first_to_end is not None and not self.fairness.lengthens(account, first_to_end):
+                continue
+            for seq in tuple(plan.prompts[account]):
+                if plan.budget == 0:
+                    return
+                self.live.go_on(seq, plan)
+                work = plan.works.get(seq)
+                if first_to_end is None and work is not None and work.reaches_end:
+                    first_to_end = account
 
     def fork(self, request: Request, born: list[Sequence]) -> None:
         """Start ``born``, the other choices of ``request``, on the blocks of its first one."""
