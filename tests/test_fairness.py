@@ -159,6 +159,26 @@ def test_a_step_in_which_the_prompt_of_one_who_asks_now_and_then_ends_is_not_fil
         assert rig.core.counters.step_tokens - before == 16, "the next step is full again"
 
 
+@pytest.mark.parametrize("pause_s, due", [(0.0, 96), (0.05, 50), (0.2, 0)])
+def test_what_a_tenant_computed_alone_counts_less_after_a_rest(pause_s: float, due: int) -> None:
+    """The rig computes a token in a millisecond: who ran 96 ahead and then left it idle for 50 ms
+    kept nobody from 50 of them."""
+    rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32)
+    rig.submit(prompt(96, 1), 1, origin=QUIET)
+    rig.turn(6)
+    assert rig.core.scheduler.idle
+    rig.runner.now_s += pause_s
+    rig.submit(prompt(300, 2), 1, origin=LOUD)
+    rig.submit(prompt(300, 3), 1, origin=QUIET)
+    fairness = rig.core.scheduler.fairness
+    loud, quiet = fairness.account(LOUD.tenant), fairness.account(QUIET.tenant)
+    ahead = 0
+    while quiet.prompt_tokens_computed == 96:
+        rig.turn()
+        ahead = loud.prompt_tokens_computed
+    assert abs(ahead - due) <= 16
+
+
 def test_steps_are_full_when_nobody_is_owed_anything() -> None:
     """Short prompts of many who ask as much as each other share their steps."""
     rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32, force_miss=True)

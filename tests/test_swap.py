@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from radixkv import Engine
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.lookups import MAX_LOOKUPS
+from radixkv.service.engine.rates import Rate
 from radixkv.service.engine.request import Sequence
 from radixkv.service.engine.stream import Stream
-from radixkv.service.engine.swap import HostPool, Rate
+from radixkv.service.engine.swap import HostPool
 from tests import tiny_models
 from tests.fake_model import Rig, greedy, ids_of
 

@@ -2,8 +2,8 @@
 
     python examples/bench/bench_tenants.py [--quick] [--threads N] [--output FILE.json]
 
-(a) a quiet tenant's time to first token alone, and beside a loud one that sends ten times as much,
-or all that it can; (b) steps until a cold request starts among traffic of which nine in ten hit; (c) hit tokens of the
+(a) a quiet tenant's time to first token alone, and beside a loud one that sends all that it can;
+(b) steps until a cold request starts among traffic of which nine in ten hit; (c) hit tokens of the
 same requests under three orders; (d) look-ups alone, and with explanations between them. The engine
 is in this process, SmolLM2-135M, answers greedy and of fixed length.
 """
@@ -120,6 +120,7 @@ async def beside_loud_ones(engine: Engine, pause_s: float, requests: int) -> dic
     alone: list[tuple[float, int]] = []
     beside: list[tuple[float, int]] = []
     for turn in range(TURNS):
+        console.print(f"pauses of {pause_s} s: turn {turn + 1} of {TURNS}")
         await quiet(turn, alone)
         stop = asyncio.Event()
         clients = [asyncio.create_task(loud((turn, i), stop)) for i in range(10)]
@@ -221,8 +222,8 @@ def explanations(size: Size) -> dict[str, Any]:
             table.commit(len(prompts[-1]) - table.num_tokens)
             table.publish(encode(prompts[-1]), tail=True)
     asked = [encode(rng.choice(prompts)) for _ in range(256)]
-    # Each is looked up in each place behind an explanation; those far from one are as good as alone,
-    # and what else the machine does falls on all of them.
+    # Each is looked up in each place behind an explanation; those far from one are as good as
+    # alone, and what else the machine does falls on all of them.
     times: list[list[list[float]]] = [[[] for _ in asked] for _ in range(EXPLAIN_EVERY)]
     explain: list[float] = []
     for turn in range(size.lookups * EXPLAIN_EVERY):

@@ -30,6 +30,7 @@ from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.inbox import Inbox
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.packing import pack
+from radixkv.service.engine.rates import PrefillRate
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
 from radixkv.service.engine.scheduler import Scheduler
@@ -71,9 +72,13 @@ class EngineCore:
         self.cache = cache
         self.counters = Counters()
         self._clock = clock
+        self._prefill_rate = PrefillRate()
+        self._idle_since_s: float | None = None
         self.swapper: Swapper | None = None
         if swap_memory:
-            self.swapper = Swapper(runner, swap_memory, cache.block_size, self.counters, clock)
+            self.swapper = Swapper(
+                runner, swap_memory, cache.block_size, self.counters, clock, self._prefill_rate
+            )
         self.scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -190,6 +195,7 @@ class EngineCore:
             self.step()
             if self.scheduler.idle:
                 self._books.check_at_rest()
+                self._idle_since_s = self._clock()
         self.cache.tick()
         self.counters.observer.step(self.cache, idle=self.scheduler.idle)
         self.stats = self._books.snapshot()
@@ -197,6 +203,10 @@ class EngineCore:
 
     def step(self) -> None:
         """Compute one batch, draw tokens where sequences reached their end, and say so."""
+        if self._idle_since_s is not None:
+            idle_s = self._clock() - self._idle_since_s
+            self.scheduler.fairness.rest(self._prefill_rate.amount(idle_s))
+            self._idle_since_s = None
         planned = self.scheduler.schedule()
         for seq in self.scheduler.hopeless:
             request = seq.request
@@ -247,13 +257,12 @@ class EngineCore:
         if drawing:
             picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
             tokens = sample(picked, [seq.sampler for seq in drawing])
-        if self.swapper is not None:
-            self.swapper.note_step(
-                prompt_tokens,
-                batch.num_tokens,
-                self._clock() - began_s,
-                ended=bool(drawing or beams),
-            )
+        self._prefill_rate.note_step(
+            prompt_tokens,
+            batch.num_tokens,
+            self._clock() - began_s,
+            ended=bool(drawing or beams),
+        )
         for seq, token in zip(drawing, tokens, strict=True):
             self._answering.advance(seq, token)
         if beams:

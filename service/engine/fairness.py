@@ -21,7 +21,8 @@ misses ("Locality-aware Fair Scheduling in LLM Serving", 2025). That is deficit 
 The tokens of a step are shared out by the same rule with levels of their own (*ran*: all that was
 computed, charged when it is), or a tenant whose long prompts were all admitted while it was alone
 would keep every step to itself. What a tenant computed while no other had a prompt there counts up
-to a *burst* beyond the floor: so the prompt of one that asks now and then is computed in one go, in
+to a *burst* beyond the floor, less what could have been computed since in hours when nobody had
+anything to compute: so the prompt of one that asks now and then is computed in one go, in
 nearly the steps that it would take alone, and not in turns with those of one that always asks. Nor
 is the step in which it ends filled up with theirs: its first token comes when that step is over.
 Interactive work and batch work are counted apart, as two lanes.
@@ -81,6 +82,8 @@ class Account:
     # How things stand: see the module.
     level: float = 0.0
     ran: float = 0.0
+    rested: float = 0.0
+    """How much rest ``ran`` has been lowered for."""
     started: int = 0
     """Which of all admissions its last one was."""
     stepped: int = 0
@@ -145,13 +148,16 @@ class Fairness:
     _accounts: dict[tuple[str, bool], Account] = field(default_factory=dict)
     _shares: dict[str, TenantShare] = field(default_factory=dict)
     _lanes: tuple[_Lane, _Lane] = field(default_factory=lambda: (_Lane(), _Lane()))
+    _rested: float = 0.0
+    """Tokens that could have been computed while there were none to compute."""
     _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def account(self, tenant: str, batch: bool = False) -> Account:
         """Return the account of a tenant's interactive or batch work, opened if need be."""
         account = self._accounts.get((tenant, batch))
         if account is None:
-            account = Account(tenant, batch, self._shares.get(tenant, DEFAULT_SHARE))
+            share = self._shares.get(tenant, DEFAULT_SHARE)
+            account = Account(tenant, batch, share, rested=self._rested)
             self._accounts[tenant, batch] = account
         return account
 
@@ -215,6 +221,19 @@ class Fairness:
 
     # -- whose tokens are computed first -----------------------------------------------------------
 
+    def rest(self, num_tokens: float) -> None:
+        """So many tokens could have been computed by now, and nobody had any.
+
+        Whoever ran ahead of others took nothing from them as far as there was time for theirs too.
+        """
+        self._rested += num_tokens
+
+    def _bring_up_to_date(self, account: Account) -> None:
+        """Lower a lead by the rest there was, and lift who is behind the floor up to it."""
+        rest, floor = self._rested - account.rested, self._lanes[account.batch].ran
+        account.ran = max(account.ran - rest / account.share.weight, floor)
+        account.rested = self._rested
+
     def compute_order(self, accounts: Iterable[Account]) -> list[Account]:
         """Return accounts that have prompts to compute, in the order in which to do so.
 
@@ -223,12 +242,10 @@ class Fairness:
         competing = list(accounts)
         if len(competing) < 2:
             return competing
+        for account in competing:
+            self._bring_up_to_date(account)
         for lane, batch in zip(self._lanes, (False, True), strict=True):
-            mine = [account for account in competing if account.batch is batch]
-            if mine:
-                lane.ran = max(lane.ran, min(account.ran for account in mine))
-                for account in mine:
-                    account.ran = max(account.ran, lane.ran)
+            lane.ran = min((a.ran for a in competing if a.batch is batch), default=lane.ran)
         competing.sort(key=lambda a: (a.batch, a.ran, a.stepped))
         return competing
 
@@ -236,9 +253,9 @@ class Fairness:
         """Tell whether prompts of ``other`` are computed before those of ``account``."""
         if other.batch is not account.batch:
             return account.batch
-        floor = self._lanes[account.batch].ran
-        mine = (max(account.ran, floor), account.stepped)
-        return (max(other.ran, floor), other.stepped) <= mine
+        self._bring_up_to_date(account)
+        self._bring_up_to_date(other)
+        return (other.ran, other.stepped) <= (account.ran, account.stepped)
 
     def lengthens(self, other: Account, account: Account) -> bool:
         """Tell whether ``other`` may add to a step in which a prompt of ``account``, which comes
@@ -270,6 +287,7 @@ class Fairness:
                     level = min(level, max(account.level, lane.level + self.quantum))
                 account.level, account.charged = level, cost
             if account.step_tokens:
+                self._bring_up_to_date(account)
                 ran = account.ran + account.step_tokens / weight
                 if not competed:
                     ran = min(ran, max(account.ran, lane.ran + self.burst))

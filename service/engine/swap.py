@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.service.engine.counters import Counters
+from radixkv.service.engine.rates import PrefillRate, Rate
 from radixkv.service.engine.request import Saved, Sequence
-
-_DECAY = 0.8  # of what was measured before, at each new measurement
 
 
 class BlockMover(Protocol):
@@ -38,22 +37,6 @@ class BlockMover(Protocol):
     def restore(self, blocks: npt.NDArray[np.int32], records: Any) -> None:
         """Write records of ``save`` to ``blocks``, before anything that is computed later."""
         ...
-
-
-class Rate:
-    """How long something took lately, for each unit of it."""
-
-    def __init__(self) -> None:
-        self._amount = self._seconds = 0.0
-
-    def note(self, amount: float, seconds: float) -> None:
-        """Doing ``amount`` took ``seconds``."""
-        self._amount = _DECAY * self._amount + amount
-        self._seconds = _DECAY * self._seconds + seconds
-
-    def seconds(self, amount: float) -> float | None:
-        """Return what ``amount`` would take; None if nothing was measured yet."""
-        return amount * self._seconds / self._amount if self._amount else None
 
 
 class HostPool:
@@ -86,28 +69,17 @@ class Swapper:
         block_size: int,
         counters: Counters,
         clock: Callable[[], float],
+        computing: PrefillRate,
     ) -> None:
+        """``clock`` tells seconds; ``computing``: how long prompt tokens take, kept by others."""
         self.pool = HostPool(capacity_bytes)
         self.copying = Rate()
         """Bytes, either way."""
-        self.computing = Rate()
-        """Prompt tokens."""
+        self._computing = computing
         self._mover = mover
         self._block_size = block_size
         self._counters = counters
         self._clock = clock
-        self._tokens = self._seconds = 0.0  # of steps whose end was not waited for
-
-    def note_step(
-        self, prompt_tokens: int, num_tokens: int, seconds: float, *, ended: bool
-    ) -> None:
-        """A step computed so many tokens. ``ended``: the device is known to be done with it."""
-        self._seconds += seconds
-        self._tokens += prompt_tokens
-        if ended:
-            if 2 * prompt_tokens >= num_tokens:  # else it tells of decoding
-                self.computing.note(self._tokens, self._seconds)
-            self._tokens = self._seconds = 0.0
 
     def save(
         self, seq: Sequence, blocks: npt.NDArray[np.int32], num_shared: int, num_tokens: int
@@ -167,5 +139,5 @@ class Swapper:
 
     def _is_cheaper(self, tokens: int, num_bytes: int) -> bool:
         """Whether copying out and in takes less time than computing; yes until both are known."""
-        copying, computing = self.copying.seconds(2 * num_bytes), self.computing.seconds(tokens)
+        copying, computing = self.copying.seconds(2 * num_bytes), self._computing.seconds(tokens)
         return copying is None or computing is None or copying < computing
