@@ -155,6 +155,7 @@ class Running:
         account = seq.request.account
         account.num_running += 1
         account.places += 1 + seq.request.unborn
+        self._fairness.changed.add(account)  # also where others' tokens fill the step
         at = len(self.sequences)
         while at and self.sequences[at - 1].order > seq.order:
             at -= 1
