@@ -69,10 +69,9 @@ class AnthropicMessage(Strict):
     content: str | Annotated[list[Block], Field(min_length=1)]
 
 
-class CountTokensRequest(AutomaticFields):
-    """The body of `POST /v1/messages/count_tokens`."""
+class AnthropicChat(AutomaticFields):
+    """What makes the prompt in a body of Anthropic's."""
 
-    model: str
     messages: Annotated[
         list[AnthropicMessage], Field(min_length=1), BeforeValidator(_check_messages)
     ]
@@ -123,6 +122,12 @@ class CountTokensRequest(AutomaticFields):
         }
 
 
+class CountTokensRequest(AnthropicChat):
+    """The body of `POST /v1/messages/count_tokens`."""
+
+    model: str
+
+
 class DiagnosticsOptions(Strict):
     """Asks why the prompt did not go on from an earlier one."""
 
@@ -164,7 +169,7 @@ class MessagesRequest(CountTokensRequest, OriginFields):
         return SamplingParams(**given, stop=tuple(self.stop_sequences or ()))
 
 
-def chat_of(body: CountTokensRequest) -> tuple[list[Message], tuple[Mark, ...]]:
+def chat_of(body: AnthropicChat) -> tuple[list[Message], tuple[Mark, ...]]:
     """Return the chat that ``body`` means and its breakpoints; raises InvalidRequest."""
     body.check_supported()
     turns = turns_of(body.system, [(m.role, m.content) for m in body.messages])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -17,6 +19,7 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.http.errors import HttpError
 
 Model = TypeVar("Model", bound=BaseModel)
+Made = TypeVar("Made")
 _READ_TIMEOUT_S = 60.0
 # Validating a list of half a million token ids takes tens of milliseconds, which other streams
 # would feel: such a body is parsed in a thread.
@@ -28,6 +31,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 async def read_body(request: web.Request, model: type[Model]) -> Model:
     """Read and validate the JSON body of ``request``."""
+    return await read_object(request, partial(validate, model=model))
+
+
+async def read_object(request: web.Request, make: Callable[[dict[str, Any]], Made]) -> Made:
+    """Return what ``make`` makes of the JSON object that ``request`` brings."""
     if request.content_type != "application/json":
         # Also keeps web pages out: a browser sends this type across origins only after asking.
         raise HttpError(
@@ -43,15 +51,24 @@ async def read_body(request: web.Request, model: type[Model]) -> Model:
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {_READ_TIMEOUT_S:.0f} s") from None
     if len(raw) <= _INLINE_BYTES:
-        return parse_body(raw, model)
-    return await asyncio.to_thread(parse_body, raw, model)
+        return make(_object(raw))
+    return await asyncio.to_thread(lambda: make(_object(raw)))
 
 
 def parse_body(raw: bytes, model: type[Model]) -> Model:
     """Validate ``raw`` as ``model``; raises InvalidRequest naming the first field at fault."""
+    return validate(_object(raw), model)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
     value = parse_json(raw)
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_kind(value)}")
+    return value
+
+
+def validate(value: dict[str, Any], model: type[Model]) -> Model:
+    """Validate an object as ``model``; raises InvalidRequest naming the first field at fault."""
     try:
         return model.model_validate(value)
     except ValidationError as e:

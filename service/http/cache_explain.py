@@ -1,25 +1,28 @@
 """POST /v1/cache/explain: what a request with this body would find in the cache, and why not more.
 
-Nothing is run, held, touched or counted. The body is that of a chat, of a completion, or token ids.
+Nothing is run, held, touched or counted. The body is that of a chat, in OpenAI's words or in
+Anthropic's, that of a completion, or token ids.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from aiohttp import web
 from pydantic import Field, field_validator, model_validator
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.http.anthropic_schema import chat_of
 from radixkv.service.http.auth import caller_of
-from radixkv.service.http.body import read_body
+from radixkv.service.http.dialects import AnthropicPrompt, read_either
 from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.explaining import AskedChat, record_of
 from radixkv.service.http.extras import PROMPTS, chat_sections
 from radixkv.service.http.fields import GenerationFields, need_one_of
 from radixkv.service.http.marks import CacheFields
-from radixkv.service.http.messages import ChatFields, Messages
+from radixkv.service.http.messages import ChatFields, Message, Messages
 from radixkv.service.http.schema import Prompt, prompt_list
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.sse import json_reply
@@ -50,30 +53,43 @@ class ExplainRequest(GenerationFields, ChatFields, CacheFields):
         return self
 
     @property
+    def param(self) -> str:
+        """The name of the field that holds the prompt."""
+        return next(n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None)
+
+    @property
     def reads_cache(self) -> bool:
         """Whether such a request may start from cached tokens."""
         scores = self.echo and self.logprobs is not None and self.logprobs is not False
         return self.prompt_logprobs is None and not (self.messages is None and scores)
 
 
+class ExplainMessageRequest(AnthropicPrompt):
+    """The body of `POST /v1/cache/explain` in Anthropic's words: that of `POST /v1/messages`."""
+
+
 async def cache_explain(request: web.Request) -> web.Response:
     """Explain a prompt."""
     serving, memory = request.app[SERVING], request.app[PROMPTS]
     engine = serving.engine
-    body = await read_body(request, ExplainRequest)
+    body = await read_either(request, ExplainRequest, ExplainMessageRequest)
     serving.check_model(body.model)
     origin = body.origin(request)
     chat, nearest = None, None
-    if body.messages is not None:
-        messages = [message.for_template() for message in body.messages]
-        chat = AskedChat(messages, body.rendering())
-        serving.check_length("".join(message["content"] for message in messages), "messages")
-        ids = await serving.render(body.messages, dict(chat.rendering))
+    asked: Sequence[Message] | None
+    if isinstance(body, ExplainRequest):
+        asked, param, reads_cache = body.messages, body.param, body.reads_cache
+    else:
+        (asked, _), param, reads_cache = chat_of(body), "messages", True
+    if asked is not None:
+        chat = AskedChat([message.for_template() for message in asked], body.rendering())
+        serving.check_length("".join(str(message.content) for message in asked), "messages")
+        ids = await serving.render(asked, dict(chat.rendering))
         sections = chat_sections(engine, chat, origin)
         nearest = memory.nearest(caller_of(request).tenant, sections)
     else:
+        assert isinstance(body, ExplainRequest), "a chat without messages"
         ids = await _prompt_ids(serving, body)
-    param = "messages" if chat is not None else "prompt" if body.prompt is not None else "tokens"
     serving.check_length(ids, param)
     engine.prompting.check_ids(ids, param)
 
@@ -81,7 +97,7 @@ async def cache_explain(request: web.Request) -> web.Response:
         explained = engine.cache.explain(
             ids,
             origin=origin,
-            may_read=body.reads_cache,
+            may_read=reads_cache,
             every_salt=caller_of(request).is_admin,
         )
         record = record_of(engine, explained, ids, chat, nearest)

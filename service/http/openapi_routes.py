@@ -18,15 +18,17 @@ from radixkv.service.http.anthropic_schema import CountTokensRequest, MessagesRe
 from radixkv.service.http.batches import BatchList, BatchReply, BatchRequest
 from radixkv.service.http.cache_api import CacheResetReply
 from radixkv.service.http.cache_events import DroppedReply, EventReply
-from radixkv.service.http.cache_explain import ExplainRequest
+from radixkv.service.http.cache_explain import ExplainMessageRequest, ExplainRequest
 from radixkv.service.http.cache_stats_shapes import CacheStatsReply
 from radixkv.service.http.cache_tree import MAX_DEPTH, MAX_NODES, TreeReply
 from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.files import FileDeleted, FileList, FileReply
 from radixkv.service.http.pins_schema import (
     PinList,
+    PinMessageRequest,
     PinReply,
     PinRequest,
+    PrewarmMessageRequest,
     PrewarmReply,
     PrewarmRequest,
     UnpinReply,
@@ -171,16 +173,18 @@ ROUTES = (
           errors=(404, 500, 503)),
     Route("get", "/v1/cache/pins", "listPins", "List what is pinned", "cache", PinList),
     Route("post", "/v1/cache/pin", "pinPrompt", "Compute a prompt and pin it", "cache",
-          PinReply, PinRequest, errors=(400, 404, 409, 413, 415, 429, 500, 503)),
+          PinReply, PinRequest | PinMessageRequest,
+          errors=(400, 404, 409, 413, 415, 429, 500, 503)),
     Route("post", "/v1/cache/unpin", "unpinPrompt", "Let a pin go", "cache", UnpinReply,
           UnpinRequest, errors=(400, 404, 413, 415, 500, 503)),
     Route("post", "/v1/cache/prewarm", "prewarmPrompt", "Compute a prompt without an answer",
-          "cache", PrewarmReply, PrewarmRequest, errors=_BODY_ERRORS),
+          "cache", PrewarmReply, PrewarmRequest | PrewarmMessageRequest,
+          errors=_BODY_ERRORS),
     Route("get", "/v1/cache/stats", "cacheStats", "Show what the cache holds and gave", "cache",
           CacheStatsReply, errors=(400, 500, 503), query=(_WINDOW, _BY)),
     Route("post", "/v1/cache/explain", "cacheExplain",
           "Explain what of a prompt is cached, and why not the rest", "cache",
-          ExplainReply, ExplainRequest, errors=_BODY_ERRORS),
+          ExplainReply, ExplainRequest | ExplainMessageRequest, errors=_BODY_ERRORS),
     Route("get", "/v1/cache/tree", "cacheTree", "Show the radix tree for drawing", "cache",
           TreeReply, errors=(400, 500, 503), query=(_DEPTH, _LIMIT, _TEXT)),
     Route("get", "/v1/cache/events", "cacheEvents", "Hear what happens in the cache", "cache",

@@ -18,14 +18,17 @@ from radixkv.service.engine.pin_view import PinInfo
 from radixkv.service.http.auth import Caller, caller_of
 from radixkv.service.http.body import read_body
 from radixkv.service.http.deltas import finish_word
+from radixkv.service.http.dialects import read_either
 from radixkv.service.http.errors import HttpError
 from radixkv.service.http.marks import ttl_seconds
 from radixkv.service.http.pins_schema import (
     PinBudgetReply,
     PinList,
     PinListed,
+    PinMessageRequest,
     PinReply,
     PinRequest,
+    PrewarmMessageRequest,
     PrewarmReply,
     PrewarmRequest,
     PromptRequest,
@@ -36,6 +39,8 @@ from radixkv.service.http.replies import radixkv_reply
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.sse import json_reply
 
+_Body = PromptRequest | PinMessageRequest | PrewarmMessageRequest
+
 _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 """One token is drawn, from what the prompt's last token costs anyway, and nobody sees it."""
 
@@ -43,7 +48,7 @@ _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 async def pin(request: web.Request) -> web.Response:
     """Compute a prompt, as far as it is not resident, and pin it."""
     serving = request.app[SERVING]
-    body = await read_body(request, PinRequest)
+    body = await read_either(request, PinRequest, PinMessageRequest)
     ids, _ = await _prompt(serving, body)
     ttl_s = None if body.ttl is None else ttl_seconds(body.ttl)
     keep = Keep(len(ids), ttl_s, body.name)
@@ -107,7 +112,7 @@ async def list_pins(request: web.Request) -> web.Response:
 async def prewarm(request: web.Request) -> web.Response:
     """Compute a prompt without an answer, and say so when it is resident."""
     serving = request.app[SERVING]
-    body = await read_body(request, PrewarmRequest)
+    body = await read_either(request, PrewarmRequest, PrewarmMessageRequest)
     ids, keeps = await _prompt(serving, body)
     done = await _compute(request, serving, body, ids, keeps)
     resident = await asyncio.to_thread(
@@ -123,12 +128,15 @@ async def prewarm(request: web.Request) -> web.Response:
     return json_reply(reply)
 
 
-async def _prompt(serving: Serving, body: PromptRequest) -> tuple[list[int], tuple[Keep, ...]]:
+async def _prompt(serving: Serving, body: _Body) -> tuple[list[int], tuple[Keep, ...]]:
     """Return the prompt's token ids, and what of them its breakpoints want to keep."""
     serving.check_model(body.model)
-    if body.messages is not None:
-        serving.check_length("".join(str(m.content) for m in body.messages), "messages")
-        return await serving.render_marked(body.messages, body.rendering(), body.marks())
+    chat = body.chat()
+    if chat is not None:
+        messages, marks = chat
+        serving.check_length("".join(str(m.content) for m in messages), "messages")
+        return await serving.render_marked(messages, body.rendering(), marks)
+    assert isinstance(body, PromptRequest), "a chat without messages"
     prompt = body.prompt if body.prompt is not None else body.tokens or []
     serving.check_length(prompt, body.param)
     (ids,) = await serving.tokenize(
@@ -140,7 +148,7 @@ async def _prompt(serving: Serving, body: PromptRequest) -> tuple[list[int], tup
 async def _compute(
     request: web.Request,
     serving: Serving,
-    body: PromptRequest,
+    body: _Body,
     ids: list[int],
     keeps: tuple[Keep, ...],
 ) -> Generation:
@@ -151,7 +159,7 @@ async def _compute(
             _NO_ANSWER,
             request_id=f"warm-{uuid.uuid4().hex}",
             origin=body.origin(request),
-            param=body.param,
+            param=body.param if isinstance(body, PromptRequest) else "messages",
             keeps=keeps,
         )
         done = await stream.aresult()

@@ -7,9 +7,11 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
+from radixkv.service.http.anthropic_schema import chat_of
+from radixkv.service.http.dialects import AnthropicPrompt
 from radixkv.service.http.fields import OriginFields, Strict, need_one_of
 from radixkv.service.http.marks import CacheFields, Mark, Ttl, marks_of
-from radixkv.service.http.messages import ChatFields, Messages
+from radixkv.service.http.messages import ChatFields, Message, Messages
 from radixkv.service.http.replies import RadixKV
 
 
@@ -27,6 +29,8 @@ class PromptRequest(ChatFields, OriginFields):
     @model_validator(mode="after")
     def _one_source(self) -> PromptRequest:
         need_one_of(self, "messages", "prompt", "tokens")
+        if (self.model_extra or {}).get("system") is not None:
+            raise ValueError("system is not read here; let messages begin with one of that role")
         return self
 
     @property
@@ -36,13 +40,13 @@ class PromptRequest(ChatFields, OriginFields):
             return "messages"
         return "prompt" if self.prompt is not None else "tokens"
 
-    def marks(self) -> tuple[Mark, ...]:
-        """Return where prefixes that are to stay resident end."""
-        return ()
+    def chat(self) -> tuple[list[Message], tuple[Mark, ...]] | None:
+        """Return the messages, and where prefixes that are to stay resident end."""
+        return None if self.messages is None else (self.messages, ())
 
 
-class PinRequest(PromptRequest):
-    """The body of `POST /v1/cache/pin`."""
+class PinFields(Strict):
+    """What is said of a pin beside its prompt."""
 
     ttl: Ttl | None = Field(
         None,
@@ -57,13 +61,35 @@ class PinRequest(PromptRequest):
     )
 
 
+class PinRequest(PromptRequest, PinFields):
+    """The body of `POST /v1/cache/pin`."""
+
+
+class PinMessageRequest(AnthropicPrompt, PinFields):
+    """The same in Anthropic's words."""
+
+    def chat(self) -> tuple[list[Message], tuple[Mark, ...]]:
+        """Return the messages; breakpoints do not count, for all is pinned."""
+        return chat_of(self)[0], ()
+
+
 class PrewarmRequest(PromptRequest, CacheFields):
     """The body of `POST /v1/cache/prewarm`; breakpoints count as in a chat."""
 
-    def marks(self) -> tuple[Mark, ...]:
-        """Return where prefixes that are to stay resident end; raises InvalidRequest."""
-        messages = self.messages or []
-        return marks_of([m.parts(f"messages[{i}]") for i, m in enumerate(messages)], self)
+    def chat(self) -> tuple[list[Message], tuple[Mark, ...]] | None:
+        """Return the messages, and where prefixes that are to stay resident end."""
+        if self.messages is None:
+            return None
+        turns = [message.parts(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return self.messages, marks_of(turns, self)
+
+
+class PrewarmMessageRequest(AnthropicPrompt):
+    """The same in Anthropic's words; breakpoints count as there."""
+
+    def chat(self) -> tuple[list[Message], tuple[Mark, ...]]:
+        """Return the messages, and where prefixes that are to stay resident end."""
+        return chat_of(self)
 
 
 class UnpinRequest(Strict):
