@@ -207,7 +207,12 @@ def _thinking(fork: Fork) -> bool:
 
     def begins(text: str) -> bool:
         window = near + text[:64]
-        return any((at := window.find(tag)) >= 0 and at + len(tag) > len(near) for tag in _THINKING)
+        return any(
+            (at := window.find(tag)) >= 0
+            and at + len(tag) > len(near)
+            and not window[len(near) : at].strip()  # else something else differs first
+            for tag in _THINKING
+        )
 
     return begins(fork.mine) != begins(fork.other)
 

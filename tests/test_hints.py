@@ -90,6 +90,9 @@ def test_stripped_thinking_is_named_on_either_side() -> None:
     assert causes(bare, thought, ASSISTANT) == ["stripped_thinking"]
     assert causes(head + "<thing>", head + "<think>", ASSISTANT) == ["stripped_thinking"]
     assert causes(head + "Four.", head + "Five.", ASSISTANT) == []
+    # Another role, or another beginning, is what differs here.
+    assert causes("<|im_start|>user\nAnd?", "<|im_start|>assistant\n<think>\nhm", ASSISTANT) == []
+    assert causes(head + "So: <think>hm", head + "Well, four it is.", ASSISTANT) == []
 
 
 def test_white_space_alone_is_named() -> None:

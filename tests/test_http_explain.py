@@ -158,6 +158,25 @@ def test_retokenised_history_is_named(server: RunningServer) -> None:
         told["divergence"]["this_text"])] or told["divergence"]["other_text"] in text  # fmt: skip
 
 
+def test_a_short_retokenised_answer_is_named_where_it_stands(server: RunningServer) -> None:
+    """What was generated may be shorter than the tokens that are compared, and end its turn."""
+    asked = [SYSTEM, turn("user", "hello")]
+    ids = server.ask("POST", "/tokenize", {"messages": asked})[2]["tokens"]
+    spelled: list[int] = []
+    for letter in "the":
+        spelled += server.ask("POST", "/tokenize", {"prompt": letter})[2]["tokens"]
+    whole = server.ask("POST", "/tokenize", {"prompt": "the"})[2]["tokens"]
+    assert len(spelled) > len(whole)
+    body = {"prompt": ids + spelled, "max_tokens": 1, "temperature": 0}
+    assert server.ask("POST", "/v1/completions", body)[0] == 200
+    told = explain(server, messages=[*asked, turn("assistant", "the"), turn("user", "and?")])
+    assert [hint["cause"] for hint in told["hints"]] == ["retokenised"]
+    assert told["divergence"]["token"] == len(ids)
+    assert told["divergence"]["region"]["label"] == "message 2 (assistant)"
+    told = explain(server, messages=[*asked, turn("assistant", "they"), turn("user", "and?")])
+    assert told["hints"] == []
+
+
 def test_white_space_is_named(server: RunningServer) -> None:
     chat(server, [turn("system", "Be  kind. " + FILLER), turn("user", "hello")])
     told = explain(server, messages=[turn("system", "Be kind. " + FILLER), turn("user", "hello")])

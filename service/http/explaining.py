@@ -28,7 +28,8 @@ SHOWN_CHARS = 160
 _READ_TOKENS = 2048
 """Tokens on both sides of the fork that are read for hints."""
 _SAME_TOKENS = 4
-"""Tokens whose text must be equal on both sides before we say that only the ids differ."""
+"""Tokens whose text must be equal on both sides before we say that only the ids differ; fewer if a
+special token ends the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,11 @@ def _fork(
     mine = text_of(token_ids[at : at + _READ_TOKENS])
     other = text_of(sibling[:_READ_TOKENS])
     shared = common_chars(mine, other)
-    retokenised = shared >= max(
-        len(text_of(token_ids[at : at + _SAME_TOKENS])), len(text_of(sibling[:_SAME_TOKENS]))
-    )
-    region = PROMPT if chat is None else _region(engine, at, shared, token_ids, chat)
+    ends = token_ids[at : at + _SAME_TOKENS], sibling[:_SAME_TOKENS]
+    begun = max(_begun(engine, ids) for ids in ends)
+    retokenised = 0 < begun <= shared
+    alike = 0 if retokenised else shared  # the place is where the texts part, or else the tokens
+    region = PROMPT if chat is None else _region(engine, at, alike, token_ids, chat)
     fork = Fork(before + mine[:shared], mine[shared:], other[shared:])
     reply: DivergenceReply = {
         "token": at,
@@ -99,10 +101,16 @@ def _fork(
     return reply, find_hints(fork, region, retokenised=retokenised)
 
 
+def _begun(engine: Engine, token_ids: Sequence[int]) -> int:
+    """Count the characters of tokens up to the first special one."""
+    special = (i for i, token in enumerate(token_ids) if engine.token_text.is_special(token))
+    return len(engine.prompting.text_of(token_ids[: next(special, len(token_ids))]))
+
+
 def _region(
     engine: Engine, at: int, shared: int, token_ids: Sequence[int], chat: AskedChat
 ) -> Region:
-    """Return the part of the chat in which the texts, not only the tokens, part."""
+    """Return the part of the chat that lies ``shared`` characters behind the start of a token."""
     prompting, rendering = engine.prompting, dict(chat.rendering)
 
     def render(messages: Messages) -> str:
