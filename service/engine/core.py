@@ -213,7 +213,9 @@ class EngineCore:
             need = blocks_for(seq.num_tokens, self.cache.block_size)
             room = self.cache.available_to(request.identity.namespace.tenant)
             self._answering.fail(request, NeverFits(need_blocks=need, capacity_blocks=room))
-        self.scheduler.hopeless.clear()
+        if self.scheduler.hopeless:
+            self.scheduler.hopeless.clear()
+            planned = [work for work in planned if work.seq.table is not None]  # their siblings'
         if not planned:
             return
         began_s = self._clock()
