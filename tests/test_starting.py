@@ -1,4 +1,4 @@
-"""A request that no longer fits is told so; it takes nothing from the step in which that is found."""
+"""What becomes of sequences that find no room to start in: who never will is told so."""
 
 from __future__ import annotations
 
