@@ -79,7 +79,7 @@ class PrefixCache:
         self.residency.tick(self.tree.clock)
 
     def _look(self, node: Node | None, depth: int) -> None:
-        """Look at what an acquire has found, and at what is published and evicted next."""
+        """Look at what an acquire has found, at what is published next, and at all evictions."""
         self.tick()
         self.residency.found(node, depth)
         self.tree.look_at_published = self.residency.published

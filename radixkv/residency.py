@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import numpy as np
+
 from radixkv.blocks import BlockIds
 from radixkv.nodes import UNUSED, Node
 from radixkv.sketch import Marks, Sketch
@@ -24,7 +26,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 SERIES = ("lifetime", "idle", "reuse_gap")
 
 _FINDS_BITS = 7  # one acquire in 64 is looked at, on average: at random, lest it miss a rhythm
-_EVICTIONS = 4  # that are looked at after it
+_FEW = 16  # blocks that are quicker looked up one by one
 _TRACKED = 1024  # blocks whose birth is known, at most
 _CHILDREN = 8  # of a node, that are asked when it was used last
 
@@ -59,13 +61,14 @@ class Residency:
         self._stride = stride
         self._marks = Marks()
         self.until_find = 1
-        self._evictions = 0  # that are yet to be looked at
+        self._look_at_idle = False  # of what is evicted next
         self._random = random.Random(num_blocks)
         self._marks.note(1, clock())  # as the clock of a new tree
         self._num_births = 0
         # Block -> when it was published, with which tokens, as one of how many: it may have come to
         # hold others since.
         self._births: OrderedDict[int, tuple[float, bytes, int]] = OrderedDict()
+        self._is_tracked = np.zeros(num_blocks, np.bool_)
         self.clear()
 
     def clear(self) -> None:
@@ -75,6 +78,7 @@ class Residency:
     def forget(self) -> None:
         """Note that all blocks have gone in a reset."""
         self._births.clear()
+        self._is_tracked[:] = False
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -93,37 +97,48 @@ class Residency:
         tokens = key[at * self._stride : (at + 1) * self._stride]
         self._births.pop(block, None)
         self._births[block] = (self.clock(), tokens, len(blocks))
+        self._is_tracked[block] = True
         if len(self._births) > _TRACKED:
-            self._births.popitem(last=False)
+            oldest, _ = self._births.popitem(last=False)
+            self._is_tracked[oldest] = False
 
-    def evicting(self, leaf: Node, keep: int) -> bool:
+    def evicting(self, leaf: Node, keep: int) -> None:
         """Look at what goes as ``leaf`` is to lose all its blocks but the first ``keep``.
 
-        To be called after each ``found`` until it returns True: of the few blocks whose birth is
-        known one is rarely met.
+        To be called at every eviction after the first ``found``: the birth of few blocks is known,
+        and one that went unseen would tell nothing. Cheap where none of these goes.
         """
-        self._evictions -= 1
-        if self._evictions == _EVICTIONS - 1:
+        if self._look_at_idle:
+            self._look_at_idle = False
             idle = self.seconds_since(count_of(leaf.used))
             if idle is not None:
                 self.idle.add(idle, len(leaf.blocks) - keep)
-        blocks = leaf.blocks[keep:] if keep else leaf.blocks
-        if not self._births.keys().isdisjoint(blocks):
-            now = self.clock()
-            for i, block in enumerate(blocks):
-                if block in self._births:
-                    born, tokens, weight = self._births.pop(block)
-                    at = (keep + i) * self._stride
-                    if leaf.key[at : at + self._stride] == tokens:
-                        self.lifetime.add(now - born, weight)
-        return self._evictions == 0
+        blocks = leaf.blocks
+        num_gone = len(blocks) - keep
+        if num_gone == 1 and blocks[-1] not in self._births:
+            return
+        if keep:
+            blocks = blocks[keep:]
+        if num_gone <= _FEW:
+            if self._births.keys().isdisjoint(blocks):
+                return
+        elif not self._is_tracked[np.frombuffer(blocks, np.int32)].any():
+            return
+        now = self.clock()
+        for i, block in enumerate(blocks):
+            if block in self._births:
+                born, tokens, weight = self._births.pop(block)
+                self._is_tracked[block] = False
+                at = (keep + i) * self._stride
+                if leaf.key[at : at + self._stride] == tokens:
+                    self.lifetime.add(now - born, weight)
 
     def found(self, node: Node | None, depth: int) -> None:
         """Look at what an acquire has found: a path to ``depth``, on the edge of ``node``.
 
         To be called before it is held, when ``until_find``, which counts them down, is 0.
         """
-        self._evictions = _EVICTIONS
+        self._look_at_idle = True
         self.until_find = 1 + self._random.getrandbits(_FINDS_BITS)
         idle = None if node is None else self.idle_of(node, depth)
         if idle is not None:

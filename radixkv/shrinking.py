@@ -64,8 +64,8 @@ def _evict_into(tree: RadixTree, out: BlockIds, n: int, taker: Account) -> None:
             held = node.num_held()
             if held > keep:
                 keep = held
-        if look is not None and look(node, keep):
-            look = tree.look_at_evicted = None
+        if look is not None:
+            look(node, keep)
         if node.key is tree.cut:
             tree.cut_when = tree.clock
         elif watch is not None:

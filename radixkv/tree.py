@@ -52,9 +52,8 @@ class RadixTree:
         self.cut_when = 0
         # Called once, and then forgotten: with the tokens and blocks that enter next.
         self.look_at_published: Callable[[bytes, BlockIds], None] | None = None
-        # Called with a leaf from which blocks are evicted and how many of them stay, until it
-        # returns that it has seen enough; then forgotten.
-        self.look_at_evicted: Callable[[Node, int], bool] | None = None
+        # Called with a leaf from which blocks are evicted and how many of them stay.
+        self.look_at_evicted: Callable[[Node, int], None] | None = None
         # Held tails that were taken out since their holders looked last; None: nobody looks.
         self.orphans: list[Node] | None = None
         self.version = 0  # moves with every change of what a look-up may answer
