@@ -114,11 +114,12 @@ class Pins:
             lease.release()  # what it has is not to be found any more
             return
         mine = self._blocks_of.setdefault(held.owner, BlockCounts())
-        had = set(held.blocks())
+        had = -(-len(held.prefix) // self._cache.tree.stride)
         self._uncount(held)
         wanted = lease.references()
-        kept = sum(1 for block in wanted if block in had and block not in mine)
-        new = [i for i, block in enumerate(wanted) if block not in had and block not in mine]
+        # A block in the place of a tail is no more than there was, though others are on the tail.
+        kept = sum(1 for block in wanted[:had] if block not in mine)
+        new = [i for i, block in enumerate(wanted) if i >= had and block not in mine]
         left = max(0, self.budget(held.owner)[0] - len(mine) - kept)
         held.short = None
         if len(new) > left:

@@ -210,6 +210,29 @@ def test_what_expires_was_not_used_by_expiring() -> None:
     assert found(cache, live) == 32 and found(cache, text) < 16
 
 
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_tail_that_becomes_a_whole_block_costs_no_pin_its_hold_where_the_budget_is_used_up(
+    lowered: bool,
+) -> None:
+    """Two pins are on one tail, or the budget was lowered since: the block that takes the tail's
+    place is no more than there was. A pin that holds nothing could never be let go again."""
+    clock = Clock()
+    cache = PrefixCache(32, 4, clock=clock)
+    cache.pins.set_budget("me", 1)
+    text = fresh(3)
+    run(cache, ME, text)
+    for name in ("one", "two"):
+        cache.pins.pin(ME, encode(text), owner="me", name=name, ttl_s=60.0)
+    if lowered:
+        cache.pins.set_budget("me", 0)
+    run(cache, ME, text + fresh(2))
+    assert cache.check() == []
+    assert [pin.granted_tokens for pin in cache.pins.list()] == [3, 3]
+    assert cache.pins.used_blocks("me") == 1 and cache.check() == []
+    clock.sleep(61.0)
+    assert len(cache.pins.expire()) == 2 and cache.check() == []
+
+
 def test_a_tail_stays_pinned_when_a_longer_block_takes_its_place() -> None:
     """The conversation goes on, and what was pinned of it is still there after a flood."""
     cache = PrefixCache(32, 4)
