@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from radixkv import Engine
 from radixkv.errors import InvalidConfig, Overloaded
-from radixkv.service.engine.fairness import MAX_PASSES, Fairness, TenantShare
+from radixkv.service.engine.fairness import Fairness, TenantShare
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import SamplingParams
 from radixkv.service.engine.stream import Stream
+from radixkv.service.engine.turns import MAX_PASSES
 from radixkv.service.engine.waiting import MAX_SKIPS
 from tests import tiny_models
 from tests.fake_model import Rig, greedy, ids_of
@@ -442,12 +443,12 @@ def test_a_new_weight_does_not_change_what_was_charged() -> None:
     account = fairness.account("a")
     account.generation_tokens = 30
     fairness.changed.add(account)
-    fairness.settle(waited=True, competed=False)
+    fairness.settle(lambda _: True)
     fairness.set_share("a", TenantShare(weight=3.0))
-    fairness.settle(waited=True, competed=False)
+    fairness.settle(lambda _: True)
     assert account.level == 30.0
     account.generation_tokens = 60
-    fairness.settle(waited=True, competed=False)
+    fairness.settle(lambda _: True)
     assert account.level == 40.0
 
 

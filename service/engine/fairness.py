@@ -19,27 +19,33 @@ misses ("Locality-aware Fair Scheduling in LLM Serving", 2025). That is deficit 
     what its running sequences say meanwhile; so what they are served converges to the weights.
 
 The tokens of a step are shared out by the same rule with levels of their own (*ran*: all that was
-computed, charged when it is), or a tenant whose long prompts were all admitted while it was alone
-would keep every step to itself. What a tenant computed while no other had a prompt there counts up
-to a *burst* beyond the floor, less what could have been computed since in hours when nobody had
-anything to compute: so the prompt of one that asks now and then is computed in one go, in
-nearly the steps that it would take alone, and not in turns with those of one that always asks. Nor
-is the step in which it ends filled up with theirs: its first token comes when that step is over.
+computed), or a tenant whose long prompts were all admitted while it was alone would keep every step
+to itself. Their floor lies a *burst* below whoever ran least of those that still have prompts to
+compute when a step is over; so the prompt of one that asks now and then is computed in one go, in
+nearly the steps that it would take alone, and not in turns with those of one that always asks:
+
+    floor                              floor + burst                    floor + 2 bursts
+      |  lifted to here: who comes back   |  ran least of who always asks   |  no debt is larger
+
+Nobody saves up or owes more than a burst; and what could have been computed in hours when nobody
+had anything to compute is taken off a lead. Who was passed for longer than he can have owed goes
+before newcomers, or enough of them would pass him for ever. The step in which
+the prompt of one that comes back ends is not filled up with others': its first token comes when
+that step is over.
 Interactive work and batch work are counted apart, as two lanes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from radixkv.errors import InvalidConfig
+from radixkv.service.engine.turns import Turns
 
-MAX_PASSES = 16
-"""Admissions of others before a tenant that has the turn and no room for its next sequence; then
-nobody starts until it has."""
-
+MAX_HELD = 4
+"""Steps in a row that may be kept short of a tenant's prompts, for others' to end sooner."""
 
 BURST_TOKENS = 2048
 """Prompt tokens of one who asks now and then that go before those of one who always asks; per unit
@@ -82,6 +88,10 @@ class Account:
     # How things stand: see the module.
     level: float = 0.0
     ran: float = 0.0
+    stride: float = 0.0
+    """What its last step was charged with."""
+    missed: float = 0.0
+    """What it would have been due in the steps since, in which none of its prompts was computed."""
     rested: float = 0.0
     """How much rest ``ran`` has been lowered for."""
     started: int = 0
@@ -90,6 +100,8 @@ class Account:
     """Which of all settlements its last one was."""
     passed: int = 0
     """Admissions of others since it had the turn and no room."""
+    held: int = 0
+    """Steps in a row that were kept short of its prompts."""
     committed: int = 0
     """Prompt tokens of its running sequences that are yet to be computed, as of the last survey."""
     step_tokens: int = 0
@@ -128,8 +140,8 @@ class Account:
 
 
 @dataclass(slots=True)
-class _Lane:
-    """The lowest levels among those that compete for interactive, or for batch work."""
+class Lane:
+    """The floors of those that compete for interactive, or for batch work."""
 
     level: float = 0.0
     ran: float = 0.0
@@ -147,7 +159,9 @@ class Fairness:
     """Accounts of which a number is new; whoever shows them empties it."""
     _accounts: dict[tuple[str, bool], Account] = field(default_factory=dict)
     _shares: dict[str, TenantShare] = field(default_factory=dict)
-    _lanes: tuple[_Lane, _Lane] = field(default_factory=lambda: (_Lane(), _Lane()))
+    _lanes: tuple[Lane, Lane] = field(default_factory=lambda: (Lane(), Lane()))
+    _unfinished: frozenset[Account] = frozenset()
+    """Those of whom a prompt was yet to be computed when the last step was over."""
     _rested: float = 0.0
     """Tokens that could have been computed while there were none to compute."""
     _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -179,7 +193,8 @@ class Fairness:
         """Close all accounts, which nobody may be using; shares stay as they are."""
         self._accounts.clear()
         self.changed.clear()
-        self._lanes = (_Lane(), _Lane())
+        self._lanes = (Lane(), Lane())
+        self._unfinished = frozenset()
 
     def has_place(self, account: Account, num_choices: int) -> bool:
         """Tell whether the tenant's own limit lets ``num_choices`` more run; the first always."""
@@ -191,27 +206,13 @@ class Fairness:
 
     # -- who starts next ---------------------------------------------------------------------------
 
-    def next_to_start(self, waiting: Collection[Account]) -> Account:
-        """Return whose turn it is among accounts of one lane, whose commitments are known.
+    def turns(self, waiting: Collection[Account]) -> Turns:
+        """Return whose turn it is, again and again, among accounts of one lane that wait.
 
-        Who was passed too often goes first, then the lowest level, then who started longest ago.
+        Their commitments are known, unless it is only one. O(accounts).
         """
-        if len(waiting) == 1:  # nobody to compare with, so its commitments need not be known
-            (account,) = waiting
-            lane = self._lanes[account.batch]
-            lane.level = account.level = max(lane.level, account.level)
-            return account
-        for account in waiting:
-            self._lift(account)
-        lowest = min(waiting, key=lambda a: (a.passed < MAX_PASSES, a.admission_level, a.started))
-        lane = self._lanes[lowest.batch]
-        lane.level = max(lane.level, min(a.admission_level for a in waiting))
-        return lowest
-
-    def _lift(self, account: Account) -> None:
-        behind = self._lanes[account.batch].level - account.admission_level
-        if behind > 0:
-            account.level += behind
+        batch = any(account.batch for account in waiting)
+        return Turns(self._lanes[batch], waiting)
 
     def note_start(self, account: Account, num_tokens: int) -> None:
         """``account`` has started a sequence with ``num_tokens`` of its prompt to compute."""
@@ -229,10 +230,11 @@ class Fairness:
         self._rested += num_tokens
 
     def _bring_up_to_date(self, account: Account) -> None:
-        """Lower a lead by the rest there was, and lift who is behind the floor up to it."""
+        """Lower a lead by the rest there was, and lift who comes back to the floor."""
         rest, floor = self._rested - account.rested, self._lanes[account.batch].ran
-        account.ran = max(account.ran - rest / account.share.weight, floor)
         account.rested = self._rested
+        if account not in self._unfinished:
+            account.ran = max(account.ran - rest / account.share.weight, floor)
 
     def compute_order(self, accounts: Iterable[Account]) -> list[Account]:
         """Return accounts that have prompts to compute, in the order in which to do so.
@@ -240,12 +242,8 @@ class Fairness:
         Interactive ones first; then who ran least for its weight, then who ran longest ago.
         """
         competing = list(accounts)
-        if len(competing) < 2:
-            return competing
         for account in competing:
             self._bring_up_to_date(account)
-        for lane, batch in zip(self._lanes, (False, True), strict=True):
-            lane.ran = min((a.ran for a in competing if a.batch is batch), default=lane.ran)
         competing.sort(key=lambda a: (a.batch, a.ran, a.stepped))
         return competing
 
@@ -262,33 +260,73 @@ class Fairness:
         before it, ends.
 
         Not if it ran more than a quantum further: its tokens wait for the next step, which costs it
-        what a step costs beside its tokens. No step stays short for long, since whoever ends
-        prompts in every one of them runs as far soon.
+        what a step costs beside its tokens. But not for more than MAX_HELD steps in a row.
         """
-        if other.batch is not account.batch:
+        if (
+            other.batch is not account.batch
+            or other.ran - account.ran <= self.quantum
+            or other.held >= MAX_HELD
+        ):
             return True
-        return other.ran - account.ran <= self.quantum
+        other.held += 1
+        return False
 
     # -- what it cost ------------------------------------------------------------------------------
 
-    def settle(self, *, waited: bool, competed: bool) -> None:
+    def settle(
+        self,
+        beside: Callable[[Account], bool],
+        unfinished: Collection[Account] = (),
+        passed: Collection[Account] = (),
+    ) -> None:
         """Charge what the changed accounts had since the last time.
 
-        ``waited``: somebody waited while others had it; ``competed``: prompts of others were there
-        to be computed. Otherwise it kept nobody from anything, and is charged up to a quantum, or a
-        burst, only.
+        ``beside`` tells whether somebody else waits: if not, an account kept nobody from starting,
+        and its level rises up to a quantum beyond the floor only. ``unfinished`` had prompts to
+        compute, and still have; of ``passed``, some of them, none was computed.
         """
         now = next(self._serial)
+        ran: tuple[list[Account], list[Account]] = [], []
         for account in self.changed:
-            lane, weight, cost = self._lanes[account.batch], account.share.weight, account.cost
-            if cost != account.charged:
-                level = account.level + (cost - account.charged) / weight
-                if not waited:
-                    level = min(level, max(account.level, lane.level + self.quantum))
-                account.level, account.charged = level, cost
+            if account.cost != account.charged:
+                level = account.level + (account.cost - account.charged) / account.share.weight
+                if not beside(account):
+                    floor = self._lanes[account.batch].level
+                    level = min(level, max(account.level, floor + self.quantum))
+                account.level, account.charged = level, account.cost
             if account.step_tokens:
-                self._bring_up_to_date(account)
-                ran = account.ran + account.step_tokens / weight
-                if not competed:
-                    ran = min(ran, max(account.ran, lane.ran + self.burst))
-                account.ran, account.step_tokens, account.stepped = ran, 0, now
+                ran[account.batch].append(account)
+        for batch in (False, True):
+            if ran[batch]:
+                self._settle_step(
+                    self._lanes[batch],
+                    ran[batch],
+                    [account for account in unfinished if account.batch is batch],
+                    [account for account in passed if account.batch is batch],
+                )
+                for account in ran[batch]:
+                    account.step_tokens, account.stepped = 0, now
+        self._unfinished = frozenset(unfinished)
+
+    def _settle_step(
+        self, lane: Lane, had: list[Account], left: list[Account], passed: list[Account]
+    ) -> None:
+        """Charge those of a lane that had tokens of a step, and let its floor rise."""
+        for account in had:
+            self._bring_up_to_date(account)
+            account.stride = account.step_tokens / account.share.weight
+            account.ran += account.stride
+            if account not in passed:
+                account.missed = 0.0
+        least = min(a.ran for a in left) if left else max(a.ran for a in had)
+        lane.ran = max(lane.ran, least - self.burst)
+        if left:
+            for account in had:
+                account.ran = min(account.ran, least + self.burst + account.stride)
+        if passed:
+            weights = sum(account.share.weight for account in {*had, *left})
+            due = sum(account.step_tokens for account in had) / weights
+            for account in passed:
+                account.missed += due
+                if account.missed > self.burst + account.stride:  # more than it could have owed
+                    lane.ran = max(lane.ran, account.ran + 1.0)

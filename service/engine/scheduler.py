@@ -66,7 +66,9 @@ class Scheduler:
         """Those that never find room; whoever runs the steps tells them, and empties it."""
         self._max_batch_tokens = max_batch_tokens
         self._swapper = swapper
-        self._competed = False  # prompts of several accounts shared the last step
+        # Of the last step: whose prompts were not all computed, and of whose none was.
+        self._unfinished: list[Account] = []
+        self._passed: list[Account] = []
 
     @property
     def idle(self) -> bool:
@@ -82,7 +84,7 @@ class Scheduler:
         changed = self.fairness.changed
         if not changed:
             return set()
-        self.fairness.settle(waited=self.waiting.beside(changed), competed=self._competed)
+        self.fairness.settle(self.waiting.beside, self._unfinished, self._passed)
         tenants = {account.tenant for account in changed}
         changed.clear()
         return tenants
@@ -108,9 +110,9 @@ class Scheduler:
                     plan.prompts.setdefault(seq.request.account, []).append(seq)
         if plan.budget and self.waiting:
             self._starter.start(plan)
-        self._competed = len(plan.prompts) > 1
         if plan.budget:
             self._add_prompts(plan)
+        self._note_left(plan)
         return list(plan.works.values())
 
     def _add_prompts(self, plan: Plan) -> None:
@@ -124,8 +126,20 @@ class Scheduler:
                     return
                 self.live.go_on(seq, plan)
                 work = plan.works.get(seq)
-                if first_to_end is None and work is not None and work.reaches_end:
-                    first_to_end = account
+                if work is not None:
+                    account.held = 0
+                    if first_to_end is None and work.reaches_end:
+                        first_to_end = account
+
+    def _note_left(self, plan: Plan) -> None:
+        """See whose prompts the step leaves unfinished, and whom it passes."""
+        self._unfinished, self._passed = [], []
+        for account, prompts in plan.prompts.items():
+            works = [plan.works.get(seq) for seq in prompts]
+            if not all(work is not None and work.reaches_end for work in works):
+                self._unfinished.append(account)
+                if not any(works):
+                    self._passed.append(account)
 
     def fork(self, request: Request, born: list[Sequence]) -> None:
         """Start ``born``, the other choices of ``request``, on the blocks of its first one."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 from radixkv.cache import PrefixCache
 from radixkv.service.engine.admission import blocks_for, has_room, leader_of
 from radixkv.service.engine.batch_work import BatchWork
-from radixkv.service.engine.fairness import MAX_PASSES, Account, Fairness
+from radixkv.service.engine.fairness import Account, Fairness
 from radixkv.service.engine.lookups import Lookup, keep, stopped_by
 from radixkv.service.engine.request import Sequence
 from radixkv.service.engine.running import Running
+from radixkv.service.engine.turns import MAX_PASSES
 from radixkv.service.engine.waiting import WINDOW, Waiting
 from radixkv.service.engine.work import Plan
 from radixkv.table import BlockTable
@@ -47,16 +48,20 @@ class Starter:
         if plan.places <= 0:
             return
         plan.growth = self._running.growth
-        accounts = self._waiting.accounts
+        # Those at their own limit have no turn, and take up none of the look-ups.
+        accounts = [a for a in self._waiting.accounts if self._fairness.has_place(a, 1)]
         if len(accounts) > 1:
             self._survey(accounts)
             plan.width = max(1, WINDOW // len(accounts))
         for batch in (False, True):
-            lane = [account for account in accounts if account.batch is batch]
-            while lane:
-                account = self._fairness.next_to_start(lane)
-                if not self._take_turn(account, plan, alone=len(lane) == 1):
-                    lane.remove(account)
+            turns = self._fairness.turns([a for a in accounts if a.batch is batch])
+            while turns and (plan.looks > 0 or plan.tries):
+                account = turns.next()
+                if self._take_turn(account, plan, alone=turns.alone):
+                    turns.had()
+                else:
+                    plan.tries.pop(account, None)
+                    turns.drop()
                 if plan.places <= 0 or any(other.passed >= MAX_PASSES for other in plan.short):
                     return
             if plan.short:

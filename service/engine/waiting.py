@@ -12,7 +12,7 @@ backlog would soon outrank them; but after ``MAX_SKIPS`` of them in a row the ol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from radixkv.cache import PrefixCache
 from radixkv.service.engine.fairness import Account
@@ -94,6 +94,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._queues: dict[Account, Queue] = {}
+        self._num_queues = [0, 0]  # of interactive accounts, and of batch work
         self._length = 0
 
     def __len__(self) -> int:
@@ -107,12 +108,9 @@ class Waiting:
         """Those of which somebody waits."""
         return list(self._queues)
 
-    def beside(self, accounts: Iterable[Account]) -> bool:
-        """Tell whether somebody waits while others than himself had something."""
-        queues = self._queues
-        if len(queues) == 1:
-            return any(account not in queues for account in accounts)
-        return len(queues) > 1
+    def beside(self, account: Account) -> bool:
+        """Tell whether another account of the same kind of work waits."""
+        return self._num_queues[account.batch] > (account in self._queues)
 
     def queue(self, account: Account) -> Queue | None:
         """Return the queue of an account of which somebody waits."""
@@ -124,6 +122,7 @@ class Waiting:
         queue = self._queues.get(account)
         if queue is None:
             queue = self._queues[account] = Queue(account)
+            self._num_queues[account.batch] += 1
         queue.add(seq)
         account.num_waiting += 1
         self._length += 1
@@ -139,6 +138,7 @@ class Waiting:
         self._length -= 1
         if not queue.sequences:
             del self._queues[account]
+            self._num_queues[account.batch] -= 1
 
 
 def cached_tokens(cache: PrefixCache, seq: Sequence) -> int:
