@@ -106,6 +106,16 @@ def test_a_failure_is_raised_out_of_the_iteration() -> None:
     assert aborted == []
 
 
+def test_a_failure_is_no_empty_answer_to_whoever_asks_again() -> None:
+    stream, _ = make()
+    outbox = Outbox()
+    outbox.put(stream, EngineDead("gone"))
+    outbox.flush()
+    for _ in range(2):
+        with pytest.raises(EngineDead):
+            stream.result()
+
+
 def test_a_closed_loop_aborts_what_it_was_waiting_for() -> None:
     stream, aborted = make()
 

@@ -61,6 +61,7 @@ class Stream:
         self._choices: dict[int, Choice] = {}
         self._items: deque[Delta | BaseException] = deque()
         self._open_choices = num_choices  # as seen by the consumer
+        self._error: BaseException | None = None  # that it was told
         self._ready = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -118,6 +119,8 @@ class Stream:
         self._done(self.num_choices)
 
     def _generation(self) -> Generation:
+        if self._error is not None:  # told before, to whoever asked first
+            raise self._error
         return Generation(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
@@ -131,7 +134,7 @@ class Stream:
     def _take(self) -> Delta:
         item = self._items.popleft()
         if isinstance(item, BaseException):
-            self._open_choices = 0
+            self._open_choices, self._error = 0, item
             raise item
         if item.finish_reason is not None:
             self._open_choices -= 1
