@@ -13,8 +13,11 @@ import aiohttp
 import pytest
 
 from radixkv.service.http import cache_events as module
+from radixkv.service.http.auth import Gate
+from radixkv.service.tenants_edit import remove_tenant
+from radixkv.service.tenants_file import TenantsFile
 from tests.http_server import WAIT_S, RunningServer, running_server
-from tests.tenant_files import bearer, open_gate
+from tests.tenant_files import bearer, open_gate, write_tenants
 
 TEXT = "the user is in the system and the assistant is to answer. " * 3
 
@@ -34,6 +37,10 @@ class Hearing:
                 self.heard.append(json.loads(line[6:]))
                 if self.heard[-1]["type"] == kind:
                     return self.heard
+
+    async def rest(self) -> bytes:
+        """What comes until the server ends the stream."""
+        return await self._reply.content.read()
 
 
 @asynccontextmanager
@@ -132,6 +139,35 @@ def test_a_tenant_hears_nothing_of_another(tmp_path: Path) -> None:
         assert {event["tenant"] for event in root} == {"alice"}
         assert "system" not in json.dumps(root), "no text"
         assert server.ask("GET", "/v1/cache/events")[0] == 401
+
+
+@pytest.mark.parametrize("change", [{}, {"role": "user"}], ids=["removed", "no longer an admin"])
+def test_who_was_let_in_once_hears_nothing_more_when_the_key_has_ended(
+    tmp_path: Path, change: dict[str, str]
+) -> None:
+    """SECURITY: a connection that stays open would else show an admin that was everybody's part."""
+    file, keys = write_tenants(tmp_path, acme={}, root={"role": "admin"})
+    gate = Gate(TenantsFile(file))
+    with running_server(gate=gate, kv_memory="64KiB", max_model_len=160) as server:
+
+        async def listen() -> tuple[list[Any], bytes]:
+            async with listening(server, bearer(keys["root"])) as hearing:
+                await ask(server, TEXT[:120], bearer(keys["acme"]))
+                await ask(server, "mine " + TEXT[:120], bearer(keys["root"]))
+                while hearing.heard[-1:] == [] or hearing.heard[-1]["tenant"] != "root":
+                    await hearing.until("stored")
+                heard = list(hearing.heard)
+                if change:
+                    file.write_text(file.read_text().replace('"admin"', '"user"'))
+                else:
+                    remove_tenant(file, "root")
+                await asyncio.to_thread(server.run, asyncio.to_thread(gate.reload))
+                await ask(server, "another " + TEXT[:120], bearer(keys["acme"]))
+                return heard, await hearing.rest()
+
+        heard, rest = asyncio.run(asyncio.wait_for(listen(), WAIT_S))
+        assert "acme" in {event["tenant"] for event in heard}
+        assert b'"tenant":"acme"' not in rest
 
 
 def test_too_many_listeners_of_one_tenant_are_refused_and_no_other_is(

@@ -146,6 +146,16 @@ class Gate:
             raise Unauthenticated("Incorrect API key provided.", "invalid_api_key")
         return Caller(tenant.name, tenant.role, self._limits[tenant.name])
 
+    def still_admits(self, request: web.Request) -> bool:
+        """Tell whether a request that was let in would be now, as the same caller: for answers that
+        go on for as long as a client listens, and must not outlast its key."""
+        try:
+            now = self.identify(request)
+        except Unauthenticated:
+            return False
+        caller = caller_of(request)
+        return (now.tenant, now.role) == (caller.tenant, caller.role)
+
     def _use(self, roster: Roster) -> None:
         """Take a roster into use; raises what refuses it, and then nothing has changed.
 

@@ -67,7 +67,7 @@ class DroppedReply(TypedDict):
 
 
 async def cache_events(request: web.Request) -> web.StreamResponse:
-    """Send events until the client goes, or the server stops."""
+    """Send events until the client goes, its key ends, or the server stops."""
     check_names(request, ())
     serving, caller = request.app[SERVING], caller_of(request)
     cache = serving.engine.cache
@@ -83,6 +83,8 @@ async def cache_events(request: web.Request) -> web.StreamResponse:
         async with events:
             while not serving.draining:
                 await listener.ready.wait()
+                if not serving.gate.still_admits(request):
+                    break
                 found, dropped = listener.take()
                 for event in found:
                     await events.send(_reply(event))
