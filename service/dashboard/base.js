@@ -53,11 +53,22 @@ function colourOf(tenant) {
   return at < COLOURS.length ? COLOURS[at] : NEUTRAL;
 }
 
+// The ink that can be read on ``fill``, laid over ``card`` with that much opacity; both are #rrggbb.
+function inkOn(fill, alpha, card) {
+  const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  const under = parts(card);
+  const linear = parts(fill).map((part, i) => ((part * alpha + under[i] * (1 - alpha)) / 255) ** 2.2);
+  const light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return light > 0.18 ? "#0d0f12" : "#ffffff"; // above it black stands out more, below it white
+}
+
+function clock(milliseconds) { return new Date(milliseconds).toLocaleTimeString([], { hourCycle: "h23" }); }
+
 const REASONS = {
   first_seen: "first seen", diverged: "diverged", evicted: "evicted", expired: "pin expired",
   adapter: "other adapter", template: "other template", tokenizer: "other tokenizer",
   execution: "other settings", model: "other model", namespace: "other salt", in_flight: "being computed",
-  below_block: "below a block", last_token: "last token", no_room: "no room", disabled: "cache off",
+  below_block: "below a block", last_token: "last token", no_room: "no room", disabled: "switched off",
 };
 const REASON_COLOURS = {
   first_seen: COLOURS[0], diverged: COLOURS[1], evicted: COLOURS[3], expired: COLOURS[5],

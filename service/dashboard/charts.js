@@ -3,7 +3,8 @@
 const HISTORY = 300; // points that are kept
 
 class Chart {
-  // options: {stacked, most(values) -> top of the axis, text(value), empty: words for nothing to show}
+  // options: {stacked, most(values) -> top of the axis, text(value), order(name, name) of the legend,
+  // whole: whether values are whole numbers, empty: words for nothing to show}
   constructor(box, options) {
     this.box = box;
     this.options = options;
@@ -15,7 +16,18 @@ class Chart {
     box.append(this.svg, this.legend, this.tip);
     this.svg.addEventListener("mousemove", (event) => this.point(event));
     this.svg.addEventListener("mouseleave", () => { this.tip.hidden = true; });
-    new ResizeObserver(() => this.draw()).observe(box);
+    let width = 0; // drawing may change the height, which is no reason to draw
+    new ResizeObserver(() => { if (box.clientWidth !== width) { width = box.clientWidth; this.draw(); } }).observe(box);
+  }
+
+  // Begin anew: what was shown was another caller's.
+  clear() {
+    this.points = [];
+    this.colours.clear();
+    this.legend.replaceChildren();
+    this.tip.hidden = true;
+    this.svg.removeAttribute("aria-label");
+    this.draw();
   }
 
   add(time, values, colours) {
@@ -27,7 +39,7 @@ class Chart {
 
   names() {
     const seen = new Set(this.points.flatMap((point) => Object.keys(point.values)));
-    return [...this.colours.keys()].filter((name) => seen.has(name));
+    return [...this.colours.keys()].filter((name) => seen.has(name)).sort(this.options.order);
   }
 
   scale() {
@@ -47,7 +59,9 @@ class Chart {
     if (!this.points.length) return;
     const s = this.scale(), names = this.names(), text = this.options.text;
     this.svg.setAttribute("viewBox", `0 0 ${s.width} ${s.height}`);
+    const some = this.points.some((point) => Object.values(point.values).some((value) => value || value === 0));
     for (const part of [0, 0.5, 1]) {
+      if (part === 0.5 && (!some || (this.options.whole && s.most < 2))) continue; // no half of one, no line through words
       const y = s.y(part * s.most);
       this.svg.append(makeSvg("line", { class: "grid", x1: s.left, x2: s.width - 6, y1: y, y2: y }));
       this.svg.append(makeSvg("text", { x: s.left - 6, y: y + 4, "text-anchor": "end" }, text(part * s.most)));
@@ -55,7 +69,7 @@ class Chart {
     const age = (this.points[this.points.length - 1].time - this.points[0].time) / 1000;
     this.svg.append(makeSvg("text", { x: s.left, y: s.height - 3 }, age >= 1 ? span(age) + " ago" : ""));
     this.svg.append(makeSvg("text", { x: s.width - 6, y: s.height - 3, "text-anchor": "end" }, "now"));
-    if (!names.length)
+    if (!some)
       this.svg.append(makeSvg("text", { x: s.width / 2, y: s.height / 2, "text-anchor": "middle" }, this.options.empty));
     if (this.options.stacked) this.areas(s, names); else this.lines(s, names);
     this.legend.replaceChildren(...names.map((name) => make("li", {},
@@ -110,7 +124,7 @@ class Chart {
       const value = near.values[name];
       return `${name}: ${value === null || value === undefined ? "–" : this.options.text(value)}`;
     });
-    this.tip.textContent = [new Date(near.time).toLocaleTimeString(), ...lines].join("\n");
+    this.tip.textContent = [clock(near.time), ...lines].join("\n");
     this.tip.hidden = false;
     const x = s.x(near.time) * box.width / s.width;
     this.tip.style.left = Math.max(0, Math.min(x + 10, box.width - this.tip.offsetWidth)) + "px";

@@ -2,12 +2,16 @@
 
 const STATS_MS = 2000, TREE_MS = 15000, WINDOW_S = 30, MOST_EVENTS = 200;
 let paused = false, model = "default";
+let locked = false; // nothing is asked for until there is another key
 const icicle = new Icicle();
 const unitTop = () => 1;
 const sumTop = (all) => Math.max(1, ...all.map((values) => Object.values(values).reduce((a, b) => a + (b || 0), 0)));
-const hitChart = new Chart($("hit-chart"), { most: unitTop, text: share, empty: "no prompts yet" });
-const blockChart = new Chart($("block-chart"), { stacked: true, most: sumTop, text: count, empty: "" });
-const missChart = new Chart($("miss-chart"), { stacked: true, most: sumTop, text: count, empty: "nothing was missed" });
+const asSaid = (names) => (a, b) => names.indexOf(a) - names.indexOf(b);
+const hitChart = new Chart($("hit-chart"), { most: unitTop, text: share, empty: "no prompts", order: undefined });
+const blockChart = new Chart($("block-chart"), { stacked: true, whole: true, most: sumTop, text: count, empty: "nothing is held",
+  order: asSaid(["held", "kept", "free"]) });
+const missChart = new Chart($("miss-chart"), { stacked: true, whole: true, most: sumTop, text: count, empty: "nothing was missed",
+  order: asSaid(Object.values(REASONS)) });
 
 function trouble(message) {
   $("trouble").hidden = !message;
@@ -16,16 +20,25 @@ function trouble(message) {
 
 function refused(error) {
   if (error instanceof Refused && error.status === 401) {
-    trouble("This server asks for a key.");
-    if (!$("key-dialog").open && !apiKey) $("key-dialog").showModal();
+    locked = true;
+    trouble(apiKey ? error.message : "This server asks for a key.");
+    askForKey();
   } else if (error instanceof Refused) trouble(error.message);
   else trouble("The server does not answer; trying again.");
   $("about").textContent = "not connected";
 }
 
+function askForKey() {
+  if ($("key-dialog").open) return;
+  $("key-dialog").returnValue = ""; // Escape leaves what was there before
+  $("key-dialog").showModal();
+}
+
 async function pollStats() {
+  const key = apiKey;
   const [recent, lately] = await Promise.all([
     askJson(`/v1/cache/stats?window=${WINDOW_S}s&by=tenant`), askJson("/v1/cache/stats?window=5m&by=tenant")]);
+  if (key !== apiKey) return; // this is no more for the one who looks
   model = recent.model;
   trouble("");
   $("about").textContent = `${recent.model}, ${recent.scope === "server" ? "the whole server" : "tenant " + recent.tenant}`
@@ -33,6 +46,8 @@ async function pollStats() {
   showFacts(lately);
   showQueue(lately);
   const now = Date.now(), rates = {}, colours = {}, missed = {};
+  const names = [...lately.queue, ...lately.window.rows].map((row) => row.tenant).filter((name) => name !== null);
+  names.sort().forEach(colourOf); // the same colours at each visit
   for (const row of recent.window.rows) {
     const name = row.tenant === null ? "other" : row.tenant;
     rates[name] = row.hit_rate;
@@ -55,14 +70,15 @@ function showFacts(stats) {
     sum.requests += row.requests;
     return sum;
   }, { queried: 0, hit: 0, requests: 0 });
-  const minutes = Math.max(1, Math.round(stats.window.interval_s / 60));
+  const lately = "last " + span(Math.max(1, stats.window.interval_s));
   const blocks = stats.blocks, life = stats.residency?.block_lifetime_s;
   const facts = [
-    [share(total.queried ? total.hit / total.queried : null), `hit rate, last ${minutes} min`],
+    [share(total.queried ? total.hit / total.queried : null), `hit rate, ${lately}`],
     [count(total.hit), `prompt tokens not computed, of ${count(total.queried)}`],
-    [count(total.requests), `requests, last ${minutes} min`],
+    [count(total.requests), `requests, ${lately}`],
     [blocks.total === null ? count(blocks.resident) : share(blocks.used / blocks.total),
-      blocks.total === null ? "blocks resident" : `of ${count(blocks.total)} blocks in use`],
+      blocks.total === null ? "blocks resident" + (blocks.quota === null ? "" : ` of a quota of ${count(blocks.quota)}`)
+        : `of ${count(blocks.total)} blocks in use` + (blocks.pinned ? `, ${count(blocks.pinned)} pinned` : "")],
     [`${count(stats.requests_running)} / ${count(stats.requests_waiting)}`, "running / waiting"],
     [life?.p50 === null || life?.p50 === undefined ? "–" : span(life.p50), "median life of a block"],
   ];
@@ -80,21 +96,36 @@ function showQueue(stats) {
       evicted: row.evictions ? row.evictions.suffered : null });
   }
   if (!rows.size) { $("queue").replaceChildren(make("p", { class: "empty" }, "Nobody has asked anything yet.")); return; }
-  const all = [...rows.values()].sort((a, b) => b.work - a.work);
+  const all = [...rows.values()].sort((a, b) => b.work - a.work), shared = stats.scope === "server";
   const sum = all.reduce((total, row) => total + row.work, 0);
-  const table = make("table", {}, make("thead", {}, make("tr", {},
-    ...["tenant", "running", "waiting", "tokens worked", "share of work", "hit rate", "blocks evicted"].map((name) =>
-      make("th", { scope: "col" }, name)))));
+  const weights = all.reduce((total, row) => total + (row.weight || 0), 0);
+  const names = ["tenant", "running", "waiting", "tokens worked", ...(shared ? ["share of work"] : []), "hit rate", "blocks evicted"];
+  const table = make("table", {}, make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)))));
   table.append(make("tbody", {}, ...all.map((row) => make("tr", {},
-    make("td", {}, row.tenant), make("td", {}, count(row.running)), make("td", {}, count(row.waiting)),
+    make("td", { title: row.tenant }, row.tenant), make("td", {}, count(row.running)), make("td", {}, count(row.waiting)),
     make("td", {}, count(row.work)),
-    make("td", {}, make("span", { class: "bar", role: "img", "aria-label": share(sum ? row.work / sum : 0) },
-      make("i", { style: { width: (sum ? 100 * row.work / sum : 0) + "%", background: colourOf(row.tenant) } }))),
+    ...(shared ? [make("td", {}, shareBar(row, sum ? row.work / sum : 0, weights))] : []),
     make("td", {}, share(row.hit)), make("td", {}, count(row.evicted))))));
   $("queue").replaceChildren(table);
+  $("queue-note").textContent = "work in the last 5 minutes"
+    + (shared && all.length > 1 ? "; mark: what a tenant is due by its weight while all ask" : "");
 }
 
-async function pollTree() { icicle.show(await askJson("/v1/cache/tree?depth=200&limit=10000&text=true")); }
+// How much of the work was a tenant's, and a mark at what would be its due.
+function shareBar(row, part, weights) {
+  const due = row.weight && weights ? row.weight / weights : null;
+  const bar = make("span", { class: "bar", role: "img",
+    "aria-label": share(part) + (due === null ? "" : `, due ${share(due)} by weight ${row.weight}`) },
+    make("i", { style: { width: 100 * part + "%", background: colourOf(row.tenant) } }));
+  if (due !== null && due < 1) bar.append(make("b", { style: { left: 100 * due + "%" } }));
+  bar.setAttribute("title", bar.getAttribute("aria-label"));
+  return bar;
+}
+
+async function pollTree() {
+  const key = apiKey, reply = await askJson("/v1/cache/tree?depth=200&limit=10000&text=true");
+  if (key === apiKey) icicle.show(reply);
+}
 
 // Events come as a stream that fetch reads: an EventSource could not send a key.
 async function followEvents(signal) {
@@ -106,24 +137,33 @@ async function followEvents(signal) {
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (!line.startsWith("data: {") || paused) continue;
+      if (!line.startsWith("data: {") || paused || signal.aborted) continue;
       showEvent(JSON.parse(line.slice(6)));
     }
   }
 }
 
 function showEvent(event) {
-  const words = Object.entries(event.counts).map(([unit, n]) => `${count(n)} ${unit.replaceAll("_", " ")}`).join(", ");
-  const time = new Date(event.time ? event.time * 1000 : Date.now()).toLocaleTimeString([], { hour12: false });
+  const { tokens, queried_tokens: queried, ...counts } = event.counts;
+  if (tokens !== undefined) counts[queried === undefined ? "tokens" : `of ${count(queried)} tokens`] = tokens;
+  const words = Object.entries(counts).map(([unit, n]) => `${count(n)} ${unit.replaceAll("_", " ")}`).join(", ");
+  const time = clock(event.time ? event.time * 1000 : Date.now());
   $("events").prepend(make("li", {}, make("time", {}, time), make("b", {}, event.type),
     make("span", {}, (event.tenant ? event.tenant + ": " : "") + words)));
   while ($("events").children.length > MOST_EVENTS) $("events").lastChild.remove();
 }
 
+async function attempt(work) {
+  const key = apiKey;
+  await work().catch((error) => { if (key === apiKey) refused(error); }); // else it was another's
+}
+
+// What took long is asked for less often: a page that is looked at must not slow the server down.
 async function keepAt(work, milliseconds) {
   for (;;) {
-    if (!paused && !document.hidden) await work().catch(refused);
-    await new Promise((go) => setTimeout(go, milliseconds));
+    const began = performance.now();
+    if (!paused && !locked && !document.hidden) await attempt(work);
+    await new Promise((go) => setTimeout(go, Math.max(milliseconds, 20 * (performance.now() - began))));
   }
 }
 
@@ -138,24 +178,28 @@ $("pause").addEventListener("click", (event) => {
   event.target.setAttribute("aria-pressed", String(paused));
 });
 $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-$("key").addEventListener("click", () => $("key-dialog").showModal());
+$("key").addEventListener("click", askForKey);
 $("key-dialog").addEventListener("close", () => {
   if ($("key-dialog").returnValue !== "use") return;
   apiKey = $("key-input").value.trim();
   $("key-input").value = "";
   memory.set(() => sessionStorage, "radixkv-key", apiKey);
+  locked = false;
   listening?.abort();
-  pollStats().catch(refused);
-  pollTree().catch(refused);
+  for (const chart of [hitChart, blockChart, missChart]) chart.clear();
+  for (const part of ["facts", "queue", "events", "explained"]) $(part).replaceChildren();
+  icicle.show({ nodes: [] });
+  attempt(pollStats);
+  attempt(pollTree);
 });
 $("tree-colour").addEventListener("change", (event) => { icicle.colour = event.target.value; icicle.draw(); });
-$("tree-refresh").addEventListener("click", () => pollTree().catch(refused));
+$("tree-refresh").addEventListener("click", () => attempt(pollTree));
 
 let listening = null;
 async function listenForGood() {
   for (;;) {
     listening = new AbortController();
-    await followEvents(listening.signal).catch(() => {});
+    if (!locked) await followEvents(listening.signal).catch(() => {});
     await new Promise((go) => setTimeout(go, STATS_MS));
   }
 }

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from radixkv.service.engine.cache_view import Inside
     from radixkv.service.engine.counters import EngineStats
     from radixkv.service.engine.engine import Engine
+    from radixkv.service.tenants import Roster
 
 DEFAULT_WINDOW_S = 300.0
 _SMALL_TREE = 2000
@@ -56,7 +57,7 @@ async def cache_stats(request: web.Request) -> web.Response:
     if wanted or not caller.is_admin:
         max_age_s = 0.0 if engine.cache.stats().nodes <= _SMALL_TREE else 2.0
         inside = await asyncio.to_thread(engine.cache.inside, max_age_s)
-    reply = _reply(engine, caller, inside)
+    reply = _reply(engine, caller, inside, request.app[SERVING].gate.roster)
     if wanted:
         shown: By = by or "tenant"  # type: ignore[assignment]  # one of the words above
         asked_s = window_s or DEFAULT_WINDOW_S
@@ -99,7 +100,9 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _reply(engine: Engine, caller: Caller, inside: Inside | None) -> CacheStatsReply:
+def _reply(
+    engine: Engine, caller: Caller, inside: Inside | None, roster: Roster
+) -> CacheStatsReply:
     stats = engine.stats()
     if caller.is_admin:
         blocks, tokens, events = _of_server(stats, inside)
@@ -129,7 +132,12 @@ def _reply(engine: Engine, caller: Caller, inside: Inside | None) -> CacheStatsR
         "requests_running": running,
         "requests_waiting": waiting,
         "queue": [
-            {"tenant": name, "running": of.num_running, "waiting": of.num_waiting}
+            {
+                "tenant": name,
+                "weight": roster[name].weight if name in roster else None,
+                "running": of.num_running,
+                "waiting": of.num_waiting,
+            }
             for name, of in sorted(stats.by_tenant.items())
             if caller.is_admin or name == caller.tenant
         ],

@@ -146,9 +146,13 @@ class ResidencyReply(TypedDict):
 
 
 class QueueRow(TypedDict):
-    """Sequences of one tenant in the batch and in the queue."""
+    """Sequences of one tenant in the batch and in the queue.
+
+    `weight`: its share of the compute when that is short; null where no file of tenants says so.
+    """
 
     tenant: str
+    weight: float | None
     running: int
     waiting: int
 
