@@ -31,7 +31,8 @@ class Shares:
     def use(self, tenants: Mapping[str, Tenant]) -> None:
         """Take ``tenants`` into use; never waits. Raises InvalidConfig, and then nothing changed.
 
-        A tenant that is gone keeps nothing: what it had cached is the first to go.
+        A tenant that is gone keeps nothing: its pins end, and what it had cached is the first to
+        go.
         """
         claims = claims_on(
             tenants,

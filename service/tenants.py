@@ -10,7 +10,7 @@ is edited (``tenants_edit.py``) and watched (``tenants_file.py``). One table a t
     cache_floor = "5%"             # what others cannot push out; default 0
     requests_per_minute = 600      # left out: no limit, as for the three below
     tokens_per_minute = 100_000    # of prompts and answers
-    max_concurrent = 16            # choices that run or wait at once
+    max_concurrent = 16            # choices that run at once, the rest waits
     max_queued = 64                # choices that wait; left out: the tenant's share of --max-queue
 
     [[tenants.acme.keys]]          # several, so that an old key may overlap a new one
@@ -19,7 +19,8 @@ is edited (``tenants_edit.py``) and watched (``tenants_file.py``). One table a t
     created = 2026-01-31T12:00:00Z
     expires = 2026-02-01T12:00:00Z # left out: never
 
-A tenant is its name: whoever is given a name later finds what the cache still holds under it.
+A tenant is its name: whoever is given a name later finds what is still kept under it, in the cache,
+and of files and batches.
 """
 
 from __future__ import annotations
@@ -152,10 +153,11 @@ def parse_tenants(raw: Mapping[str, Any], where: str) -> Roster:
         raise InvalidConfig(
             f"{where}: all cache_floor together are {floors:g}% of the pool, more than there is"
         )
-    ids = [key.id for tenant in roster.values() for key in tenant.keys]
-    for key_id in ids:
-        if ids.count(key_id) > 1:
-            raise InvalidConfig(f"{where}: the key id {key_id} is there twice")
+    seen: set[str] = set()
+    for key in (key for tenant in roster.values() for key in tenant.keys):
+        if key.id in seen:
+            raise InvalidConfig(f"{where}: the key id {key.id} is there twice")
+        seen.add(key.id)
     return roster
 
 

@@ -70,6 +70,19 @@ def test_each_owner_has_a_share_that_no_other_touches(engine: Engine) -> None:
     assert len(engine.pins.of("a")) == 1
 
 
+def test_what_an_owner_had_pinned_who_is_gone_is_let_go(engine: Engine) -> None:
+    """EVICT-4: nobody could unpin it, and it would keep blocks from those who are left."""
+    prompt = words(3 * BLOCK, 9)
+    engine.pins.set_shares({"a": 1.0, "b": 1.0}, {})
+    for owner in ("a", "b"):
+        assert engine.pin(prompt, tenant=owner).granted_tokens == len(prompt)
+    engine.pins.set_shares({"b": 1.0}, {})
+    assert [pin.owner for pin in engine.pins.of()] == ["b"]
+    flood(engine)
+    assert engine.generate(prompt, max_tokens=1, tenant="b").usage.cached_tokens == 3 * BLOCK - 1
+    assert engine.generate(prompt, max_tokens=1, tenant="a").usage.cached_tokens == 0
+
+
 def test_one_prompt_of_two_owners_stays_until_both_let_it_go(engine: Engine) -> None:
     """EVICT-4"""
     prompt = words(3 * BLOCK, 4)

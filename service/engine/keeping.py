@@ -36,10 +36,11 @@ class Keeper:
         self._budgets: dict[str, int] | None = None
 
     def set_shares(self, weights: Mapping[str, float], floors: Mapping[str, int]) -> None:
-        """Divide what may be pinned between these owners; others may pin nothing from now on.
+        """Divide what may be pinned between these owners; others may pin nothing from now on, and
+        what they have pinned is let go: nobody is left who could.
 
         ``floors`` are the blocks that each keeps against all others: what is left beside them must
-        hold the longest request, pins or not. What is pinned already stays so to its end. Before
+        hold the longest request, pins or not. What these have pinned stays so to its end. Before
         the first call there is one owner, who may pin all.
         """
         capacity, total = self._capacity, sum(weights.values())
@@ -48,6 +49,8 @@ class Keeper:
         self._budgets = {
             owner: int(blocks * weight / total) for owner, weight in weights.items() if total
         }
+        for owner in {pin.owner for pin in self._pins.list()} - set(weights):
+            self._pins.unpin_owner(owner)
 
     @property
     def promised_blocks(self) -> int:
