@@ -18,9 +18,9 @@ from radixkv.service.batch.lines import CHAT_URL, Line
 from radixkv.service.batch.plan import Prompt
 from radixkv.service.engine.origin import LOCAL_TENANT, Origin
 from radixkv.service.engine.params import Generation, SamplingParams
-from radixkv.service.http.body import explain
 from radixkv.service.http.chat import ChatAnswer
 from radixkv.service.http.completions import CompletionAnswer
+from radixkv.service.http.faults import explain
 from radixkv.service.http.schema import ChatRequest, CompletionRequest
 from radixkv.service.http.serving import Serving
 from radixkv.service.http.tools_plan import ToolPlan, plan_tools

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.errors import HttpError
+from radixkv.service.http.faults import explain, kind_of
 
 Model = TypeVar("Model", bound=BaseModel)
 Made = TypeVar("Made")
@@ -63,7 +64,7 @@ def parse_body(raw: bytes, model: type[Model]) -> Model:
 def _object(raw: bytes) -> dict[str, Any]:
     value = parse_json(raw)
     if not isinstance(value, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {_kind(value)}")
+        raise InvalidRequest(f"the body must be a JSON object, not {kind_of(value)}")
     return value
 
 
@@ -72,7 +73,7 @@ def validate(value: dict[str, Any], model: type[Model]) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as e:
-        raise explain(e) from None
+        raise explain(e, body=value) from None
 
 
 def parse_json(raw: bytes) -> Any:
@@ -122,43 +123,3 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"{twice[:80]!r} appears twice in one object")
     return found
-
-
-def explain(error: ValidationError, at: str = "") -> InvalidRequest:
-    """Say what pydantic found first, with the path in the style ``messages[0].role``.
-
-    ``at`` is the path of what was validated, if that was only a part of the body.
-    """
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = at
-    for step in first["loc"]:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
-    if first["type"] == "missing":
-        problem = InvalidRequest(f"missing required parameter: '{path}'", param=path)
-        problem.code = "missing_required_parameter"
-        return problem
-    text = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    wanted = text if text != first["msg"] else ""
-    got = _brief(first["input"])
-    message = (
-        f"{path} is {got}; wanted {wanted}"
-        if first["msg"].startswith("Input should be")
-        else (f"{path}: {text}" if path else text)
-    )
-    problem = InvalidRequest(message, param=path or None)
-    problem.code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return problem
-
-
-def _brief(value: object) -> str:
-    """Show a small value as JSON; of anything else only its kind, for it may be the prompt."""
-    if value is None or isinstance(value, bool | int | float):
-        return json.dumps(value)[:40]
-    if isinstance(value, str) and len(value) <= 24:
-        return json.dumps(value)
-    return _kind(value)
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
-    return names.get(type(value), "null" if value is None else "a number")

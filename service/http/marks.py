@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.engine.boundaries import Cut
-from radixkv.service.http.body import explain
+from radixkv.service.http.faults import explain
 from radixkv.service.http.fields import Strict
 
 Model = TypeVar("Model", bound=Strict)

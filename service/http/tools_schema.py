@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from radixkv.errors import InvalidRequest
-from radixkv.service.http.body import explain
+from radixkv.service.http.faults import explain
 from radixkv.service.http.fields import Strict
 from radixkv.service.http.unsupported import refuse_kind
 from radixkv.service.tools_grammar import Function
