@@ -334,3 +334,12 @@ def test_where_nothing_may_be_pinned_that_is_said() -> None:
         assert (status, reply["error"]["code"]) == (409, "pin_budget_exceeded")
         _, usage = claude(server, messages=[{"role": "user", "content": text(50)}], **FIVE)
         assert usage["cache_creation_input_tokens"] == 0
+
+
+@pytest.mark.parametrize("off", [{"prefix_cache": False}, {"force_miss": True}])
+def test_without_a_cache_nothing_is_computed_to_be_pinned_and_that_is_said(off: Any) -> None:
+    with running_server(**off) as server:
+        status, reply = post(server, "pin", {"prompt": "hello you"})
+        assert (status, reply["error"]["code"]) == (409, "prefix_cache_off")
+        assert server.engine.stats().prompt_tokens_total == 0
+        assert post(server, "prewarm", {"prompt": "hello you"})[1]["resident_tokens"] == 0

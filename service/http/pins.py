@@ -49,6 +49,14 @@ async def pin(request: web.Request) -> web.Response:
     """Compute a prompt, as far as it is not resident, and pin it."""
     serving = request.app[SERVING]
     body = await read_either(request, PinRequest, PinMessageRequest)
+    config = serving.engine.config
+    if config.force_miss or not config.prefix_cache:
+        raise HttpError(
+            409,
+            "this server runs without a prefix cache, or lets every look-up miss: nothing can be "
+            "pinned",
+            code="prefix_cache_off",
+        )
     ids, _ = await _prompt(serving, body)
     ttl_s = None if body.ttl is None else ttl_seconds(body.ttl)
     keep = Keep(len(ids), ttl_s, body.name)
