@@ -180,6 +180,21 @@ def test_what_a_tenant_computed_alone_counts_less_after_a_rest(pause_s: float, d
     assert abs(ahead - due) <= 16
 
 
+def test_hours_after_an_abort_are_a_rest_as_well() -> None:
+    rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32)
+    left = rig.submit(prompt(96, 1), 100, origin=QUIET)
+    rig.turn(7)
+    left.abort()
+    rig.turn()
+    assert rig.core.scheduler.idle
+    rig.runner.now_s += 3600
+    rig.submit(prompt(300, 2), 1, origin=LOUD)
+    rig.submit(prompt(300, 3), 1, origin=QUIET)
+    rig.turn(3)
+    quiet = rig.core.scheduler.fairness.account(QUIET.tenant)
+    assert quiet.prompt_tokens_computed > 96, "it has its turn among the first"
+
+
 def test_steps_are_full_when_nobody_is_owed_anything() -> None:
     """Short prompts of many who ask as much as each other share their steps."""
     rig = Rig(num_blocks=1024, max_batch_tokens=16, max_num_seqs=32, force_miss=True)

@@ -190,12 +190,14 @@ class EngineCore:
 
     def turn(self) -> None:
         """Read the inbox, make one step if anything runs or waits, and tell the consumers."""
+        busy = not self.scheduler.idle
         self._inbox.read()
         if not self.scheduler.idle:
+            busy = True
             self.step()
-            if self.scheduler.idle:
-                self._books.check_at_rest()
-                self._idle_since_s = self._clock()
+        if busy and self.scheduler.idle:  # also where all that ran was aborted
+            self._books.check_at_rest()
+            self._idle_since_s = self._clock()
         self.cache.tick()
         self.counters.observer.step(self.cache, idle=self.scheduler.idle)
         self.stats = self._books.snapshot()
