@@ -10,16 +10,20 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from radixkv.service.chat import server_url
 from radixkv.service.inspect_view import Snapshot, render
 
 _TIMEOUT_S = 10.0
 _PIPE_WIDTH = 120
+_TREE_LINES = 40
 
 
 class InspectError(Exception):
@@ -57,7 +61,7 @@ class CacheClient:
             raise InspectError(f"{self.url} does not answer like a radixkv server") from e
         except (OSError, ValueError, http.client.HTTPException) as e:
             reason = getattr(e, "reason", None) or e
-            raise InspectError(
+            raise _Gone(
                 f"no server answers at {self.url} ({reason}); start one with: radixkv serve"
             ) from e
 
@@ -76,6 +80,10 @@ class CacheClient:
         return InspectError(f"{self.url} says: {message}")
 
 
+class _Gone(InspectError):
+    """Nothing answers; it may again."""
+
+
 class _Absent(InspectError):
     """The server has no such route."""
 
@@ -92,32 +100,50 @@ def show(
 ) -> None:
     """Show the cache, once or every ``watch_s`` seconds (``rounds`` times, if that is given).
 
-    In a terminal a watched view is redrawn in place; in a pipe one follows the other, as plain
-    text.
+    In a terminal a watched view is redrawn in place, as large as the screen; in a pipe one follows
+    the other, as plain text. A server that goes away while it is watched is waited for.
     """
     console = console or Console(highlight=False)
     terminal = console.is_terminal
     if not terminal:
         console = Console(file=console.file, width=_PIPE_WIDTH, highlight=False, no_color=True)
 
-    def draw() -> Any:
-        snapshot = client.snapshot(window=window, limit=limit, depth=max(depth, 1))
-        return render(snapshot, ascii_only=not terminal, depth=depth)
+    def ask() -> Snapshot:
+        return client.snapshot(window=window, limit=limit, depth=max(depth, 1))
 
+    def draw(snapshot: Snapshot, lines: int = _TREE_LINES) -> RenderableType:
+        return render(
+            snapshot, ascii_only=not terminal, depth=depth, lines=lines, width=console.width
+        )
+
+    snapshot = ask()  # what is wrong from the beginning is said on a plain screen
     if watch_s is None:
-        console.print(draw())
+        console.print(draw(snapshot))
         return
-    first = draw()  # what is wrong from the beginning is said on a plain screen
+
+    def fit(snapshot: Snapshot, trouble: str) -> RenderableType:
+        """Draw as much of the tree as the screen has room for."""
+        last = Text(f"{trouble or time.strftime('%H:%M:%S')}; Ctrl-C ends", "red" * bool(trouble))
+        used = len(console.render_lines(Group(draw(snapshot, lines=0), last)))
+        return Group(last, draw(snapshot, lines=max(0, console.height - used - 1)))
+
+    def looks() -> Iterator[tuple[Snapshot, str]]:
+        """Look again and again; a server that goes away is waited for, with what was seen last."""
+        seen = snapshot
+        for _ in count(1) if rounds is None else range(1, rounds):
+            time.sleep(watch_s)
+            try:
+                seen = ask()
+                yield seen, ""
+            except _Gone as e:
+                yield seen, f"{e}; trying again"
+
     if terminal:
-        with Live(first, console=console, auto_refresh=False, screen=True) as live:
-            while rounds is None or rounds > 1:
-                time.sleep(watch_s)
-                live.update(draw(), refresh=True)
-                rounds = None if rounds is None else rounds - 1
+        with Live(fit(snapshot, ""), console=console, auto_refresh=False, screen=True) as live:
+            for seen, trouble in looks():
+                live.update(fit(seen, trouble), refresh=True)
         return
-    console.print(first)
-    while rounds is None or rounds > 1:
-        time.sleep(watch_s)
+    console.print(draw(snapshot))
+    for seen, trouble in looks():
         console.print()
-        console.print(draw())
-        rounds = None if rounds is None else rounds - 1
+        console.print(Text(trouble) if trouble else draw(seen))

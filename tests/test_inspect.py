@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from radixkv.service.cli_inspect import CacheClient, InspectError, show
-from radixkv.service.inspect_view import Snapshot, branches_of, render
+from radixkv.service.inspect_tree import branches_of
+from radixkv.service.inspect_view import Snapshot, render
 from tests.http_server import RunningServer, running_server
 from tests.tenant_files import bearer, open_gate
 
@@ -131,11 +132,81 @@ def test_paths_are_counted_through_what_was_left_out() -> None:
     assert top.children[0].children[-1].node["kind"] == "other", "drawn last"
 
 
-def test_ten_thousand_nodes_are_drawn_in_few_lines(server: RunningServer) -> None:
+def shown_nodes(
+    server: RunningServer, nodes: list[dict[str, Any]], *, width: int = 120, **options: Any
+) -> str:
     stats = server.ask("GET", "/v1/cache/stats?window=1m")[2]
-    nodes = [node(0, None, 0, subtree_tokens=160_000, subtree_nodes=10_001)]
-    nodes += [node(i, 0, 16) for i in range(1, 10_001)]
     out = io.StringIO()
     snapshot = Snapshot(stats, {"nodes": nodes, "complete": True})
-    Console(file=out, width=120).print(render(snapshot, ascii_only=True))
-    assert len(out.getvalue().splitlines()) < 60
+    drawn = render(snapshot, **({"ascii_only": True, "width": width} | options))
+    Console(file=out, width=width).print(drawn)
+    return out.getvalue()
+
+
+def test_ten_thousand_nodes_are_drawn_in_few_lines(server: RunningServer) -> None:
+    nodes = [node(0, None, 0, subtree_tokens=160_000, subtree_nodes=10_001)]
+    nodes += [node(i, 0, 16) for i in range(1, 10_001)]
+    assert len(shown_nodes(server, nodes).splitlines()) < 60
+
+
+def test_of_a_bushy_tree_the_widest_branches_are_drawn_and_the_rest_is_summed_up(
+    server: RunningServer,
+) -> None:
+    nodes = [node(0, None, 0, subtree_nodes=10_001)]
+    for i in range(1, 10_001):  # eight below each
+        nodes.append(node(i, (i - 1) // 8, 16))
+    for i in range(10_000, 0, -1):
+        nodes[(i - 1) // 8]["subtree_tokens"] += nodes[i]["subtree_tokens"]
+    nodes[8]["tokens"], nodes[8]["subtree_tokens"] = 7777, 150_000
+    text = shown_nodes(server, nodes, depth=20, lines=30)
+    tree = text[text.index("tree: ") :].splitlines()
+    assert 20 < len(tree) <= 32
+    assert tree[2].strip().startswith("7,777 tokens"), "the widest comes first"
+    assert re.search(r"\.\.\. \d+ nodes, [\d,]+ tokens", text)
+
+
+def test_a_narrow_terminal_cuts_texts_and_no_numbers(server: RunningServer) -> None:
+    nodes = [node(0, None, 0, subtree_nodes=4), node(1, 0, 1_234_567, text="so it begins " * 12)]
+    nodes += [node(2, 1, 16), node(3, 1, 16)]
+    for width in (80, 200):
+        text = shown_nodes(server, nodes, width=width, ascii_only=False)
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width and "so it" in text
+        (top,) = (line for line in lines if line.count("1,234,567") == 2)
+        assert re.search(r"1,234,567 +2 +1,234,567 +0 ", top)
+        (row,) = (line for line in lines if line.lstrip().startswith("tenant ") and "rate" in line)
+        assert "caused" in row, "all of the columns"
+
+
+def test_an_admin_is_told_whose_prefixes_and_pins_they_are(tmp_path: Path) -> None:
+    gate, keys = open_gate(tmp_path, alice={}, ops={"role": "admin"})
+    with running_server(gate=gate) as server:
+        for tail in ("one", "two"):
+            body = {"prompt": f"alice says {TEXT}{tail}", "max_tokens": 1}
+            server.ask("POST", "/v1/completions", body, headers=bearer(keys["alice"]))
+        pin = {"prompt": TEXT, "ttl": "1h"}
+        assert server.ask("POST", "/v1/cache/pin", pin, headers=bearer(keys["alice"]))[0] == 200
+        server.wait_until(lambda: server.engine.stats().num_running == 0)
+        text = shown(CacheClient(server.url, api_key=keys["ops"]))
+    assert "says" not in text
+    for title in ("top prefixes", "pins"):
+        table = text[text.index(title) :].split("\n\n")[0]
+        assert re.search(r"\btenant\b", table) and "alice" in table
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_server_that_goes_away_while_it_is_watched_is_waited_for(
+    server: RunningServer, terminal: bool
+) -> None:
+    class GoesAway(CacheClient):
+        looks = 0
+
+        def snapshot(self, **options: Any) -> Snapshot:
+            self.looks += 1
+            there = self.looks != 2
+            return CacheClient.snapshot(self if there else CacheClient("http://[::1]:9"), **options)
+
+    client = GoesAway(server.url)
+    text = shown(client, terminal=terminal, watch_s=0.0, rounds=3)
+    assert client.looks == 3 and text.count("trying again") == 1
+    assert text.rindex("the whole server") > text.index("trying again")
