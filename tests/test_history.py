@@ -9,6 +9,7 @@ import pytest
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine import history as module
 from radixkv.service.engine.history import MAX_KEYS, MAX_TENANTS, OTHER, History
+from tests.fake_model import Rig
 
 
 class Clock:
@@ -66,6 +67,19 @@ def test_what_a_recomputation_costs_is_in_no_rate(clock: Clock) -> None:
     assert row.hit_rate == 0
     assert row.counts["recomputed_tokens"] == 60
     assert row.counts["computed_tokens"] == 100
+
+
+def test_what_comes_back_from_host_memory_is_counted_and_in_no_rate() -> None:
+    """METRICS-2: neither hit nor computed; a crowd of four of which some are swapped out and in."""
+    rig = Rig(num_blocks=14, max_num_seqs=4, swap_memory=2**20)
+    for seed in range(4):
+        rig.submit([3 + (7 * i + 11 * seed) % 60 for i in range(10)], 30)
+    rig.run()
+    counters = rig.core.counters
+    (row,) = counters.observer.history.read(60).rows
+    assert row.counts["restored_tokens"] == counters.swapped_in_tokens > 0
+    assert (row.counts["hit_tokens"], row.counts["computed_tokens"]) == (0, 40)
+    assert row.counts["recomputed_tokens"] == 0
 
 
 def test_evictions_are_known_by_tenant_and_by_nothing_finer(clock: Clock) -> None:

@@ -24,6 +24,7 @@ COUNTS: Final = (
     "found_later_tokens",
     "computed_tokens",
     "recomputed_tokens",
+    "restored_tokens",
     "generated_tokens",
     "preemptions",
 )

@@ -74,6 +74,10 @@ class Observer:
         if new or again:
             self._add(request, computed_tokens=new, recomputed_tokens=again)
 
+    def restored(self, request: Request, tokens: int) -> None:
+        """Tokens of ``request`` were copied back from host memory, where a preemption put them."""
+        self._add(request, restored_tokens=tokens)
+
     def preempted(self, seq: Sequence) -> None:
         """A running sequence was put back."""
         self._add(seq.request, preemptions=1)

@@ -127,6 +127,7 @@ class Swapper:
                 table.commit(saved.num_tokens - at)
                 seq.publish()
                 self._counters.swapped_in_tokens += saved.num_tokens - at
+                self._counters.observer.restored(seq.request, saved.num_tokens - at)
                 self._counters.swapped_in_bytes += num_bytes
             self.forget(seq)
         return seq.remaining

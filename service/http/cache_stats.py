@@ -249,6 +249,7 @@ def _row(row: Row, by: By) -> WindowRow:
             "found_later": counts["found_later_tokens"],
             "computed": counts["computed_tokens"],
             "recomputed_after_preemption": counts["recomputed_tokens"],
+            "restored_after_preemption": counts["restored_tokens"],
             "generated": counts["generated_tokens"],
             "lost_at_a_border": counts.get("below_block"),
         },

@@ -63,7 +63,8 @@ class TierTokens(TypedDict):
 
 class WindowTokens(TypedDict):
     """Tokens counted in a window. Every queried token is a hit, found later or computed once its
-    request is admitted and its prompt done; what is computed again counts in no rate.
+    request is admitted and its prompt done; what is computed again counts in no rate, nor does what
+    was restored: copied back from host memory, where the preemption had put it.
     `lost_at_a_border`: of those not hit, what is behind the last whole block of a public prefix
     (`below_block` of `missed`); known by tenant only. Answers are the same wherever a hit ends, so
     no other token of a hit is lost."""
@@ -73,6 +74,7 @@ class WindowTokens(TypedDict):
     found_later: int
     computed: int
     recomputed_after_preemption: int
+    restored_after_preemption: int
     generated: int
     lost_at_a_border: int | None
 
