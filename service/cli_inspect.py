@@ -71,17 +71,20 @@ class CacheClient:
             message, code = str(detail["message"]), detail.get("code")
         except (ValueError, LookupError, TypeError, AttributeError):
             return InspectError(f"{self.url} does not answer like a radixkv server")
+        if error.code == 401 and self._headers:
+            return InspectError(f"{self.url} does not take this key: {message}")
         if error.code == 401:
             return InspectError(
                 f"{self.url} asks for a key: give it with --api-key or in RADIXKV_API_KEY"
             )
         if error.code == 404 and code == "not_found":
             return _Absent(f"{self.url} has no {path.partition('?')[0]}")
-        return InspectError(f"{self.url} says: {message}")
+        kind = _Gone if error.code == 503 else InspectError
+        return kind(f"{self.url} says: {message}")
 
 
 class _Gone(InspectError):
-    """Nothing answers; it may again."""
+    """Nothing answers, or nothing yet; it may soon."""
 
 
 class _Absent(InspectError):

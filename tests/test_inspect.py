@@ -76,6 +76,8 @@ def test_a_tenant_sees_its_own_part(tmp_path: Path) -> None:
         assert "tenant bob" in text and "bob says" in text and "alice" not in text
         with pytest.raises(InspectError, match="--api-key or in RADIXKV_API_KEY"):
             shown(CacheClient(server.url))
+        with pytest.raises(InspectError, match="does not take this key: .*API key"):
+            shown(CacheClient(server.url, api_key="rk-00000000-of-nobody"))
 
 
 def test_no_server_is_said_in_one_sentence_with_exit_code_2() -> None:
