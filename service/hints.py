@@ -68,6 +68,7 @@ _ADVICE: dict[Cause, str] = {
 }
 
 _BACK = 48
+_MONTHS = r"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _VALUES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     (
         "uuid",
@@ -79,16 +80,18 @@ _VALUES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
             r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d)?"
             r"|\b\d{1,2}:\d\d(:\d\d(\.\d+)?)?( ?[AaPp]\.?[Mm]\b)?"
             r"|\b1[0-9]{9}([0-9]{3})?(\.\d+)?\b"
+            # As `date` and C's ctime write it: Mon Nov 30 15:22:46 UTC 2026.
+            rf"|\b(\w{{3,9}},? )?{_MONTHS} +\d{{1,2}},? \d\d:\d\d(:\d\d)?"
+            r"( [A-Z]{2,5})?( \d{4}\b)?"
         ),
     ),
     (
         "date",
         re.compile(
             r"\b\d{4}[-/.]\d{1,2}[-/.]\d{1,2}\b|\b\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}\b"
-            r"|\b(\w{3,9},? )?\d{1,2}\.? (Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-            r",? \d{4}\b"
-            r"|\b(\w{3,9},? )?(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.? \d{1,2}"
-            r"(st|nd|rd|th)?,? \d{4}\b"
+            rf"|\b(\w{{3,9}},? )?\d{{1,2}}\.? {_MONTHS},? \d{{4}}\b"
+            rf"|\b(\w{{3,9}},? )?{_MONTHS}\.? \d{{1,2}}(st|nd|rd|th)?,? \d{{4}}\b"
+            r"|\b(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
         ),
     ),
     ("random_id", re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{12,64}\b", re.I)),

@@ -30,6 +30,13 @@ def causes(mine: str, other: str, region: Region) -> list[str]:
         ("timestamp", "It is 2026-11-30T08:14:07Z. Be kind.", "It is 2026-11-30T08:15:01Z. Be."),
         ("timestamp", "Time: 8:14 PM. Be brief.", "Time: 8:20 PM. Be brief."),
         ("timestamp", "now=1796026447", "now=1796026501"),
+        (
+            "timestamp",
+            "It is Mon Nov 30 15:22:46 UTC 2026. Be kind.",
+            "It is Tue Dec  1 09:00:01 UTC 2026. Be kind.",
+        ),
+        ("timestamp", "It is Sun Nov 29 15:22:46 2026.", "It is Mon Nov 30 15:22:46 2026."),
+        ("date", "Today is Monday. Be brief.", "Today is Thursday. Be brief."),
         ("date", "Today is 2026-11-30.", "Today is 2026-12-01."),
         ("date", "Today is 30 Nov 2026.", "Today is 29 Nov 2026."),
         ("date", "Today is Monday, November 30, 2026.", "Today is Tuesday, December 1, 2026."),
