@@ -130,10 +130,15 @@ def test_only_directories_beneath_the_operators_own_are_read(
     """SECURITY-6: neither paths nor links lead out, and a refusal does not say what is there."""
     outside = Path(shutil.copytree(folder / "one", tmp_path / "outside"))
     (folder / "link").symlink_to(outside)
+    shutil.copytree(folder / "one", folder / "linked")
+    (folder / "linked" / "adapter_model.safetensors").unlink()
+    (folder / "linked" / "adapter_model.safetensors").symlink_to(
+        outside / "adapter_model.safetensors"
+    )
     refused = {
         str(_load(server, "y", path))
         for path in (
-            str(outside), str(tmp_path / "nothing"), "../outside", "link", ".", "one/..", "/",
+            str(outside), str(tmp_path / "nothing"), "../outside", "link", "linked", ".", "one/..", "/",
             "/etc/passwd", "one\0", f"{folder}-other",
         )
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,16 @@ def test_weights_that_are_no_pairs_of_factors_are_refused_by_name(
 def test_a_pickle_is_never_opened(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(NotFound, match=r"adapter_model\.bin is a pickle"):
+        read_peft(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
+    folder: Path, name: str
+) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(InvalidAdapter, match="no regular file"):
         read_peft(folder)
 
 

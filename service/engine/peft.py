@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ def read_peft(folder: Path | str, *, scale: float = 1.0) -> PeftAdapter:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(_read_file(path))
     except FileNotFoundError:
         raise NotFound(f"{str(folder)!r} is no adapter of PEFT: it has no {CONFIG}") from None
     except (OSError, ValueError, RecursionError) as e:
@@ -152,13 +153,20 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
     path = folder / WEIGHTS
     try:
-        return safetensors.torch.load(path.read_bytes())
+        return safetensors.torch.load(_read_file(path))
     except FileNotFoundError:
         pickled = sorted(p.name for p in folder.glob("adapter_model*.bin"))
         why = f"; {pickled[0]} is a pickle, which can run code, and is not read" if pickled else ""
         raise NotFound(f"{str(folder)!r} has no {WEIGHTS}{why}") from None
     except (OSError, safetensors.SafetensorError, ValueError, KeyError) as e:
         raise InvalidAdapter(f"{path} cannot be read: {e}") from e
+
+
+def _read_file(path: Path) -> bytes:
+    """Read a regular file; a pipe or device in its place, which could wait for good, is refused."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    return path.read_bytes()
 
 
 def _layer(

@@ -1,7 +1,7 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters at run time, for admins alone.
 
-Under vLLM's names. A directory is read only if it lies beneath the one that the operator named;
-what lies elsewhere is refused in the same words whether it exists or not.
+Under vLLM's names. A directory is read only if it and its files, whatever links they are, lie
+beneath the one that the operator named; what lies elsewhere is refused in the same words whether it exists or not.
 """
 
 from __future__ import annotations
@@ -108,12 +108,15 @@ def _allowed(adapter_dir: Path | None, path: str) -> Path:
         raise HttpError(
             403, "this server loads no adapters over HTTP: it was started without --adapter-dir"
         )
+    from radixkv.service.engine.peft import CONFIG, WEIGHTS  # torch, which is there by now
+
     try:
         root = adapter_dir.resolve()
         folder = (root / path).resolve()
+        files = [(folder / name).resolve() for name in (CONFIG, WEIGHTS)]
     except (OSError, ValueError, RuntimeError):
-        folder = root = Path()
-    if folder == root or root not in folder.parents:
+        folder, files = root, []
+    if folder == root or any(root not in at.parents for at in (folder, *files)):
         raise HttpError(
             403,
             "lora_path must be a directory beneath the server's --adapter-dir",
