@@ -7,6 +7,7 @@ checks every change before it is kept.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -130,11 +131,18 @@ def _read(file: Path, create: bool) -> tomlkit.TOMLDocument:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write ``text`` beside ``file`` and put it in its place; mode 0600 from the first byte on."""
+    """Write ``text`` beside ``file`` and put it in its place.
+
+    A new file has mode 0600 from the first byte on. One that was there stays who's and as readable
+    as it was: else a server of another user could not read on, and would let old keys in.
+    """
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:
             f.write(text)
+            if file.exists():
+                shutil.copymode(file, name)
+                _keep_owner(file, name)
             f.flush()
             os.fsync(f.fileno())
         os.replace(name, file)
@@ -142,6 +150,13 @@ def _replace(file: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def _keep_owner(file: Path, name: str) -> None:
+    if hasattr(os, "chown"):
+        found = os.stat(file)
+        with suppress(PermissionError):  # for root only
+            os.chown(name, found.st_uid, found.st_gid)
 
 
 def _tenant(tenants: Table, name: str, file: Path) -> Any:

@@ -126,6 +126,19 @@ def test_an_added_tenants_key_opens_and_the_file_is_for_its_owner_alone(tmp_path
     assert [p.name for p in tmp_path.iterdir() if p.suffix not in (".toml", ".lock")] == []
 
 
+def test_an_edit_leaves_the_file_readable_for_whom_it_was(tmp_path: Path) -> None:
+    """A server of another user would else go on with what it knew, old keys included."""
+    file = tmp_path / "tenants.toml"
+    add_tenant(file, "acme", {})
+    file.chmod(0o640)
+    owner = (4321, 4321) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    os.chown(file, *owner)
+    rotate_key(file, "acme", timedelta(0))
+    found = file.stat()
+    assert found.st_mode & 0o777 == 0o640
+    assert (found.st_uid, found.st_gid) == owner
+
+
 def test_a_rotated_key_works_beside_the_old_one_until_the_overlap_ends(tmp_path: Path) -> None:
     file, keys = write_tenants(tmp_path, acme={}, bravo={})
     fresh = rotate_key(file, "acme", timedelta(hours=1))
