@@ -1,7 +1,8 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters at run time, for admins alone.
 
 Under vLLM's names. A directory is read only if it and its files, whatever links they are, lie
-beneath the one that the operator named; what lies elsewhere is refused in the same words whether it exists or not.
+beneath the one that the operator named; what lies elsewhere is refused in the same words whether it
+exists or not.
 """
 
 from __future__ import annotations
