@@ -161,6 +161,31 @@ def test_a_pin_without_use_ends_with_its_time_and_use_begins_it_anew(
         core.call(lambda: setattr(core.cache.pins, "clock", real)).result()
 
 
+def test_a_pinned_system_prompt_is_used_by_the_chats_that_begin_with_it(
+    server: RunningServer,
+) -> None:
+    """It ends where any message may follow, not in the beginning of an answer that no chat has."""
+    system = {"role": "system", "content": text(70)}
+    pinned = post(server, "pin", {"messages": [system], "ttl": "1h"})[1]
+    assert pinned["pinned_tokens"] == pinned["wanted_tokens"]
+    core = server.engine._core
+
+    def expiry() -> float:
+        (pin,) = [pin for pin in core.call(core.cache.pins.list).result() if pin.ttl_s == 3600]
+        assert pin.expires_at is not None
+        return pin.expires_at
+
+    before = expiry()
+    body = {"messages": [system, {"role": "user", "content": "hello"}], "max_tokens": 1}
+    usage = server.ask("POST", "/v1/chat/completions", body)[2]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= pinned["pinned_tokens"]
+    assert expiry() > before, "used, so begun anew"
+    asked = post(server, "pin", {"messages": body["messages"]})[1]
+    assert asked["wanted_tokens"] == usage["prompt_tokens"], "a question is pinned as it is asked"
+    begun = {"messages": [system], "add_generation_prompt": True}
+    assert post(server, "pin", begun)[1]["wanted_tokens"] > pinned["wanted_tokens"]
+
+
 def test_what_is_asked_wrongly_is_refused(server: RunningServer) -> None:
     for what, body, param in (
         ("pin", {}, None),

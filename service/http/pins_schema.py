@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
@@ -25,6 +25,11 @@ class PromptRequest(ChatFields, OriginFields):
     add_special_tokens: bool | None = Field(
         None, description="Default true: add the tokenizer's BOS to a `prompt`."
     )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="End the prompt where the assistant's turn begins. Default: if the last "
+        "message is to be answered, a user's or a tool's; after a system prompt any may follow.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptRequest:
@@ -43,6 +48,17 @@ class PromptRequest(ChatFields, OriginFields):
     def chat(self) -> tuple[list[Message], tuple[Mark, ...]] | None:
         """Return the messages, and where prefixes that are to stay resident end."""
         return None if self.messages is None else (self.messages, ())
+
+    def rendering(self) -> dict[str, Any]:
+        """Return the arguments of ``Engine.render`` beside the messages."""
+        # Behind the beginning of an answer that nobody asks for, no chat would go on as this does:
+        # to none of them a pin would be of use.
+        answered = self.messages is not None and self.messages[-1].role in ("user", "tool")
+        return super().rendering() | {
+            "add_generation_prompt": answered
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt
+        }
 
 
 class PinFields(Strict):
