@@ -373,6 +373,22 @@ def test_what_is_kept_is_bounded_and_the_latest_used_stays(
     assert [grammars.is_kept(spec, "local") for spec in [*specs, last]] == [False] * 5 + [True]
 
 
+def test_what_one_tenant_has_compiled_makes_no_other_compile_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does the time of one's own grammar tell that others have asked for theirs."""
+    monkeypatch.setattr(grammar_compile, "MAX_KEPT", 6)
+    grammars = Grammars(lambda: VOCABULARY)
+    mine = GrammarSpec.regex("mine")
+    grammars.compiled(mine, "one")
+    for i in range(12):
+        grammars.compiled(GrammarSpec.regex(f"x{i}"), "two")
+    assert grammars.is_kept(mine, "one")
+    assert [i for i in range(12) if grammars.is_kept(GrammarSpec.regex(f"x{i}"), "two")] == [
+        7, 8, 9, 10, 11
+    ]  # fmt: skip
+
+
 def test_a_tokenizer_whose_tokens_are_no_pieces_of_text_is_refused() -> None:
     class Odd:
         def __len__(self) -> int:

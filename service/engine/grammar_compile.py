@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -160,11 +160,17 @@ class Grammars:
             )
 
     def _drop_oldest(self) -> None:
+        """Forget the oldest of whoever takes most: nobody's go for what others have compiled."""
         while len(self._kept) > MAX_KEPT or (
             self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1
         ):
-            (_, spec), _ = self._kept.popitem(last=False)
-            self._kept_chars -= len(spec.source)
+            taken: Counter[str] = Counter()
+            for tenant, spec in self._kept:
+                taken[tenant] += len(spec.source) + MAX_KEPT_CHARS // MAX_KEPT
+            most = max(taken, key=taken.__getitem__)
+            oldest = next(key for key in self._kept if key[0] == most)
+            del self._kept[oldest]
+            self._kept_chars -= len(oldest[1].source)
 
 
 def _or_refusal(compiled: Grammar | str, param: str = "grammar") -> Grammar:
