@@ -206,6 +206,12 @@ def test_what_is_asked_wrongly_is_refused(server: RunningServer) -> None:
     assert post(server, "pin", {"tokens": [5], "model": "other"})[0] == 404
 
 
+def test_the_list_takes_no_parameters_and_says_so(server: RunningServer) -> None:
+    status, _, reply = server.ask("GET", "/v1/cache/pins?tenant=other")
+    assert (status, reply["error"]["param"]) == (400, "tenant")
+    assert reply["error"]["message"].endswith("known: none")
+
+
 def test_a_prompt_is_warm_when_the_answer_comes(server: RunningServer) -> None:
     messages = [{"role": "system", "content": text(100)}, {"role": "user", "content": "hello"}]
     status, reply = post(server, "prewarm", {"messages": messages})

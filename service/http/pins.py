@@ -35,6 +35,7 @@ from radixkv.service.http.pins_schema import (
     UnpinReply,
     UnpinRequest,
 )
+from radixkv.service.http.queries import check_names
 from radixkv.service.http.replies import radixkv_reply
 from radixkv.service.http.serving import SERVING, Serving
 from radixkv.service.http.sse import json_reply
@@ -106,6 +107,7 @@ async def unpin(request: web.Request) -> web.Response:
 
 async def list_pins(request: web.Request) -> web.Response:
     """List the pins of the caller's tenant, or everybody's for an admin."""
+    check_names(request, ())
     serving, caller = request.app[SERVING], caller_of(request)
     owner = None if caller.is_admin else caller.tenant
     pins = await asyncio.to_thread(serving.engine.pins.of, owner)

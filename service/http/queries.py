@@ -18,7 +18,8 @@ def check_names(request: web.Request, known: Collection[str]) -> None:
     for name in request.query:
         if name not in known:
             raise InvalidRequest(
-                f"{name[:40]!r} is no parameter here; known: {', '.join(known)}", param=name[:40]
+                f"{name[:40]!r} is no parameter here; known: {', '.join(known) or 'none'}",
+                param=name[:40],
             )
         if len(request.query.getall(name)) > 1:
             raise InvalidRequest(f"{name} is given twice", param=name)
