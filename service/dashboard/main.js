@@ -80,8 +80,8 @@ function showFacts(stats) {
       blocks.total === null ? "blocks resident" + (blocks.quota === null ? "" : ` of a quota of ${count(blocks.quota)}`)
         : `of ${count(blocks.total)} blocks in use` + (blocks.pinned ? `, ${count(blocks.pinned)} pinned` : "")],
     [`${count(stats.requests_running)} / ${count(stats.requests_waiting)}`, "running / waiting"],
-    [life?.p50 === null || life?.p50 === undefined ? "–" : span(life.p50), "median life of a block"],
   ];
+  if (life) facts.push([life.p50 === null ? "–" : span(life.p50), "median life of a block"]);
   $("facts").replaceChildren(...facts.map(([value, words]) =>
     make("div", { class: "fact" }, make("b", {}, value), make("span", {}, words))));
 }
