@@ -177,6 +177,21 @@ def test_a_short_retokenised_answer_is_named_where_it_stands(server: RunningServ
     assert told["hints"] == []
 
 
+def test_two_characters_that_begin_with_the_same_bytes_are_shown_whole(
+    server: RunningServer,
+) -> None:
+    """A token may be half a character: the texts part where it begins, in the message it is of."""
+    chat(server, [SYSTEM, turn("user", "hello \U0001f600\U0001f600")])
+    told = explain(server, messages=[SYSTEM, turn("user", "hello \U0001f600\U0001f389")])
+    place = told["divergence"]
+    assert place["token"] == told["resident_tokens"]
+    assert place["region"]["label"] == "message 1 (user)"
+    assert place["shared_text"].endswith("hello \U0001f600")
+    assert place["this_text"].startswith("\U0001f389")
+    assert place["other_text"].startswith("\U0001f600")
+    assert told["hints"] == []
+
+
 def test_white_space_is_named(server: RunningServer) -> None:
     chat(server, [turn("system", "Be  kind. " + FILLER), turn("user", "hello")])
     told = explain(server, messages=[turn("system", "Be kind. " + FILLER), turn("user", "hello")])

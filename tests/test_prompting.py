@@ -132,6 +132,19 @@ def test_templates_that_insist_on_short_ids_get_them() -> None:
     assert len(text) == 2 * 9 + len("add") and text[:9] == text[-9:]
 
 
+@pytest.mark.parametrize("text", ["a\U0001f600b", "\U0001f600\U0001f600", "\u00e9\u65e5x", "abc"])
+def test_where_a_character_begins_is_told_of_each_of_its_tokens(text: str) -> None:
+    prompting = prompting_of(None)
+    starts = []
+    ids = []
+    for character in text:
+        starts.append(len(ids))
+        ids += prompting.tokenize(character, add_special_tokens=False)
+    for at in range(len(ids) + 1):
+        want = len(ids) if at == len(ids) else max(start for start in starts if start <= at)
+        assert prompting.char_start(ids, at) == want
+
+
 def test_only_special_tokens_have_special_ids() -> None:
     prompting = prompting_of(None)
     assert prompting.special_ids({"<|im_start|>", "hello"}) == {"<|im_start|>": 1}

@@ -165,6 +165,16 @@ class Prompting:
         text = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return str(text).strip("\ufffd")
 
+    def char_start(self, token_ids: Sequence[int], at: int) -> int:
+        """Return the index of the last token up to ``at`` that begins where a character does."""
+        for start in range(at, max(0, at - 4), -1):  # a character has 4 bytes at most
+            text = self._tokenizer.decode(
+                list(token_ids[max(0, start - 8) : start]), clean_up_tokenization_spaces=False
+            )
+            if not str(text).endswith("\ufffd"):
+                return start
+        return max(0, at - 4)
+
     def offset(self, text: str, token_ids: Sequence[int], at: int) -> int:
         """Return the character of ``text`` at which token ``at`` of it begins."""
         if self._tokenizer.is_fast:

@@ -81,22 +81,24 @@ def _fork(
     chat: AskedChat | None,
 ) -> tuple[DivergenceReply, list[Hint]]:
     text_of = engine.prompting.text_of
-    before = text_of(token_ids[max(0, at - _READ_TOKENS) : at])
-    mine = text_of(token_ids[at : at + _READ_TOKENS])
-    other = text_of(sibling[:_READ_TOKENS])
+    start = engine.prompting.char_start(token_ids, at)  # both may have the first half of one
+    half = [*token_ids[start:at]]
+    before = text_of(token_ids[max(0, start - _READ_TOKENS) : start])
+    mine = text_of(token_ids[start : at + _READ_TOKENS])
+    other = text_of([*half, *sibling[:_READ_TOKENS]])
     shared = common_chars(mine, other)
     ends = token_ids[at : at + _SAME_TOKENS], sibling[:_SAME_TOKENS]
-    begun = max(_begun(engine, ids) for ids in ends)
+    begun = max(_begun(engine, [*half, *ids]) for ids in ends)
     retokenised = 0 < begun <= shared
     alike = 0 if retokenised else shared  # the place is where the texts part, or else the tokens
-    region = PROMPT if chat is None else _region(engine, at, alike, token_ids, chat)
+    region = PROMPT if chat is None else _region(engine, start, alike, token_ids, chat)
     fork = Fork(before + mine[:shared], mine[shared:], other[shared:])
     reply: DivergenceReply = {
         "token": at,
         "region": _region_reply(region),
-        "shared_text": text_of(token_ids[max(0, at - SHOWN_TOKENS) : at])[-SHOWN_CHARS:],
-        "this_text": text_of(token_ids[at : at + SHOWN_TOKENS])[:SHOWN_CHARS],
-        "other_text": text_of(sibling[:SHOWN_TOKENS])[:SHOWN_CHARS],
+        "shared_text": text_of(token_ids[max(0, start - SHOWN_TOKENS) : start])[-SHOWN_CHARS:],
+        "this_text": text_of(token_ids[start : at + SHOWN_TOKENS])[:SHOWN_CHARS],
+        "other_text": text_of([*half, *sibling[:SHOWN_TOKENS]])[:SHOWN_CHARS],
     }
     return reply, find_hints(fork, region, retokenised=retokenised)
 
