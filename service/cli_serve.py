@@ -126,6 +126,8 @@ class Narrator:
             self._console.print("\nTry it:", style="bold")
             # Plain print: a terminal may wrap it, but no line end gets into what is copied.
             print(curl_line(url, engine.model_name, keyed=keyed), flush=True)
+            self._console.print("\nLook into the cache:", style="bold")
+            print(f"{url}/dashboard", flush=True)
             self._console.print("\nStop with Ctrl-C.", style="dim")
 
 
