@@ -135,8 +135,8 @@ def test_templates_that_insist_on_short_ids_get_them() -> None:
 @pytest.mark.parametrize("text", ["a\U0001f600b", "\U0001f600\U0001f600", "\u00e9\u65e5x", "abc"])
 def test_where_a_character_begins_is_told_of_each_of_its_tokens(text: str) -> None:
     prompting = prompting_of(None)
-    starts = []
-    ids = []
+    starts: list[int] = []
+    ids: list[int] = []
     for character in text:
         starts.append(len(ids))
         ids += prompting.tokenize(character, add_special_tokens=False)
