@@ -7,7 +7,7 @@ the cache without tenants.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -200,28 +200,31 @@ class Accounts:
     def __contains__(self, tenant: str | None) -> bool:
         return tenant in self.by_tenant
 
-    def set_share(self, tenant: str | None, *, quota: int | None = None, floor: int = 0) -> None:
-        """Set what ``tenant`` may keep, in blocks; without arguments, take it back.
+    def set_shares(self, shares: Mapping[str | None, tuple[int | None, int]]) -> None:
+        """Set (quota, floor) of each tenant named, in blocks; (None, 0) takes them back.
 
         Raises InvalidConfig, and changes nothing, if all floors together exceed the pool or a quota
         lies below its floor.
         """
-        if floor < 0 or (quota is not None and quota < floor):
-            raise InvalidConfig(
-                f"the share of tenant {tenant!r} is quota {quota}, floor {floor}; "
-                "wanted 0 <= floor <= quota blocks"
-            )
-        others = sum(account.floor for account in self if account.tenant != tenant)
-        if others + floor > self.capacity:
-            raise InvalidConfig(
-                f"a floor of {floor} blocks for tenant {tenant!r} and {others} for the others "
-                f"exceed the {self.capacity} blocks of the cache"
-            )
-        account = self.of(tenant)
-        self._part()
-        account.quota, account.floor = quota, floor
-        account.bounded = quota is not None or floor > 0
-        self.note(account)
+        floors = sum(account.floor for account in self if account.tenant not in shares)
+        for tenant, (quota, floor) in shares.items():
+            if floor < 0 or (quota is not None and quota < floor):
+                raise InvalidConfig(
+                    f"the share of tenant {tenant!r} is quota {quota}, floor {floor}; "
+                    "wanted 0 <= floor <= quota blocks"
+                )
+            if floors + floor > self.capacity:
+                raise InvalidConfig(
+                    f"a floor of {floor} blocks for tenant {tenant!r} and {floors} for the others "
+                    f"exceed the {self.capacity} blocks of the cache"
+                )
+            floors += floor
+        for tenant, (quota, floor) in shares.items():
+            account = self.of(tenant)
+            self._part()
+            account.quota, account.floor = quota, floor
+            account.bounded = quota is not None or floor > 0
+            self.note(account)
 
     def count_evictable(self, account: Account, n: int) -> None:
         """Note that ``n`` more blocks of ``account`` are evictable, or -n fewer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from radixkv import audit
 from radixkv.accounts import Account, AccountStats, Terms
@@ -242,7 +242,11 @@ class PrefixCache:
 
         Raises InvalidConfig if the floors together exceed the pool or the quota is below the floor.
         """
-        self.accounts.set_share(tenant, quota=quota, floor=floor)
+        self.accounts.set_shares({tenant: (quota, floor)})
+
+    def set_shares(self, shares: Mapping[str | None, tuple[int | None, int]]) -> None:
+        """The same of several tenants, (quota, floor) each: all at once, or none."""
+        self.accounts.set_shares(shares)
 
     def account(self, tenant: str | None) -> AccountStats:
         """Return what ``tenant`` has, has asked for and has lost. O(1)."""

@@ -46,7 +46,9 @@ class Shares:
             self._engine.set_tenant_share(name, share)
         for name in gone:
             self._engine.set_tenant_share(name, TenantShare())
-        blocks = {name: (claim.quota, claim.floor) for name, claim in claims.items()}
+        blocks: dict[str | None, tuple[int | None, int]] = {
+            name: (claim.quota, claim.floor) for name, claim in claims.items()
+        }
         blocks |= dict.fromkeys(gone, (0, 0))
         self._engine.set_cache_shares(blocks).add_done_callback(_log_failure)
         self._engine.pins.set_shares(

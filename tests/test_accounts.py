@@ -152,6 +152,21 @@ def test_floors_that_together_exceed_the_pool_are_refused_and_change_nothing() -
     cache.set_share("b", floor=10)
 
 
+def test_shares_of_several_change_together_or_not_at_all() -> None:
+    cache = PrefixCache(10, SIZE)
+    cache.set_shares({"a": (None, 8), "b": (9, 2)})
+    cache.set_shares({"a": (None, 2), "b": (None, 8)})  # one grows by what the other gives up
+    wrong: list[dict[str | None, tuple[int | None, int]]] = [
+        {"a": (4, 1), "b": (None, 10)},
+        {"c": (None, 0), "a": (1, 2)},
+    ]
+    for shares in wrong:
+        with pytest.raises(InvalidConfig):
+            cache.set_shares(shares)
+        kept = [(cache.account(name).quota, cache.account(name).floor) for name in "abc"]
+        assert kept == [(None, 2), (None, 8), (None, 0)]
+
+
 def test_a_share_that_changes_takes_effect_on_what_is_there_already() -> None:
     cache = PrefixCache(8, SIZE)
     kept = put(cache, "a", 100, 4)

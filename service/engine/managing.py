@@ -81,18 +81,12 @@ class Managing(BeamAsking, ABC):
         self._gate.set_share(tenant, share)
         self._core.set_tenant(tenant, share)
 
-    def set_cache_shares(self, shares: Mapping[str, tuple[int | None, int]]) -> Future[None]:
+    def set_cache_shares(self, shares: Mapping[str | None, tuple[int | None, int]]) -> Future[None]:
         """Set (quota, floor) in blocks of the cache for each tenant named, all at once; does not
         wait. The future raises InvalidConfig if the floors exceed the pool beside those of others.
         """
 
-        def set_all() -> None:
-            for tenant in shares:  # or a floor that grows would meet one that is yet to shrink
-                self._core.cache.set_share(tenant)
-            for tenant, (quota, floor) in shares.items():
-                self._core.cache.set_share(tenant, quota=quota, floor=floor)
-
-        return self._core.call(set_all)
+        return self._core.call(lambda: self._core.cache.set_shares(shares))
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights in place, between two steps; cached KV of the old ones is not used again.
