@@ -29,9 +29,8 @@ nearly the steps that it would take alone, and not in turns with those of one th
 
 Nobody saves up or owes more than a burst; and what could have been computed in hours when nobody
 had anything to compute is taken off a lead. Who was passed for longer than he can have owed goes
-before newcomers, or enough of them would pass him for ever. The step in which
-the prompt of one that comes back ends is not filled up with others': its first token comes when
-that step is over.
+before newcomers, or enough of them would pass him for ever. The step in which the prompt of one
+that comes back ends is not filled up with others': its first token comes when that step is over.
 Interactive work and batch work are counted apart, as two lanes.
 """
 
