@@ -41,8 +41,9 @@ class EngineConfig:
     """Bytes of device memory for KV blocks."""
     block_size: int = 16
     """Tokens a block; small blocks share more finely, large ones cost less bookkeeping."""
-    max_batch_tokens: int = 512
-    """Tokens of one forward pass; longer prefills are cut into chunks of at most this."""
+    max_batch_tokens: int | None = None
+    """Tokens of one forward pass; longer prefills are cut into chunks of at most this. Whoever
+    comes waits for the pass that is being computed. None is 256 on a CPU, 512 elsewhere."""
     max_num_seqs: int = 64
     """Sequences that run at once."""
     max_queue: int = 1024
@@ -97,7 +98,6 @@ class EngineConfig:
         for name, low, high in (
             ("kv_memory", 1, 2**50),
             ("block_size", 1, 256),
-            ("max_batch_tokens", 1, 2**20),
             ("max_num_seqs", 1, 4096),
             ("max_queue", 0, 2**20),
             ("lookahead_tokens", 0, 2**20),
@@ -106,6 +106,8 @@ class EngineConfig:
             _expect_int(name, getattr(self, name), low, high)
         if not 0 <= self.batch_share <= 1:
             raise InvalidConfig(f"batch_share is {self.batch_share!r}; wanted 0 to 1")
+        if self.max_batch_tokens is not None:
+            _expect_int("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
         if self.max_model_len is not None:
             _expect_int("max_model_len", self.max_model_len, 2, 2**24)
         if self.num_threads is not None:

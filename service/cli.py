@@ -146,7 +146,8 @@ def serve(
         option(CACHE, "Share of the KV blocks that pinned prompts may hold; default 0.25."),
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, option(LIMITS, "Tokens of one forward pass; default 512.")
+        int | None,
+        option(LIMITS, "Tokens of one forward pass; default 256 on a CPU, 512 elsewhere."),
     ] = None,
     lookahead_tokens: Annotated[
         int | None,

@@ -93,7 +93,7 @@ def batch(
     ] = None,
     block_size: BlockSize = None,
     max_batch_tokens: Annotated[
-        int | None, option(CACHE, "Tokens of one step; default 512.")
+        int | None, option(CACHE, "Tokens of one step; default 256 on a CPU, 512 elsewhere.")
     ] = None,
     max_num_seqs: Annotated[
         int | None, option(CACHE, "Sequences that run at once; default 64.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from radixkv.errors import EngineDead, InvalidConfig
-from radixkv.service.engine.fairness import TenantShare
+from radixkv.service.engine.shares import TenantShare
 from radixkv.service.tenants import Tenant
 
 if TYPE_CHECKING:

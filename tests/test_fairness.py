@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from radixkv import Engine
 from radixkv.errors import InvalidConfig, Overloaded
-from radixkv.service.engine.fairness import Fairness, TenantShare
+from radixkv.service.engine.fairness import Fairness
 from radixkv.service.engine.loading import LoadedModel
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.params import SamplingParams
+from radixkv.service.engine.shares import TenantShare
 from radixkv.service.engine.stream import Stream
 from radixkv.service.engine.turns import MAX_PASSES
 from radixkv.service.engine.waiting import MAX_SKIPS

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.service.engine.fairness import MAX_HELD, Account, TenantShare
+from radixkv.service.engine.fairness import MAX_HELD
 from radixkv.service.engine.origin import Origin
+from radixkv.service.engine.shares import Account, TenantShare
 from tests.fake_model import Rig
 from tests.test_fairness import LOUD, QUIET, Load, prompt
 

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from radixkv.errors import EngineDead, Overloaded
-from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.gate import Gate
 from radixkv.service.engine.origin import LOCAL, Origin
+from radixkv.service.engine.shares import TenantShare
 
 LOUD, QUIET = Origin(tenant="loud"), Origin(tenant="quiet")
 

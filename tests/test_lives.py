@@ -21,8 +21,8 @@ from radixkv.identity.identity import CacheIdentity, Namespace
 from radixkv.public import PublicPrefix
 from radixkv.service.engine.beams import BeamParams
 from radixkv.service.engine.explaining import explain
-from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.origin import Origin
+from radixkv.service.engine.shares import TenantShare
 from radixkv.service.engine.stream import Stream
 from radixkv.tokens import encode
 from tests.fake_model import VOCAB, Rig, greedy, ids_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from radixkv.errors import NeverFits
-from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.request import Sequence
+from radixkv.service.engine.shares import TenantShare
 from radixkv.service.engine.work import Plan
 from radixkv.tokens import encode
 from tests.fake_model import Rig, greedy, ids_of

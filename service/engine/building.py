@@ -107,3 +107,11 @@ def _expect_decoder(loaded: LoadedModel, config: EngineConfig) -> None:
                 f"{what} needs the compiled decoder, and it cannot run {loaded.name}: "
                 f"{loaded.generic_reason}"
             )
+
+
+def step_tokens_of(model: LoadedModel, config: EngineConfig) -> int:
+    """Return the most tokens of a step: fewer on a CPU, where larger steps save next to nothing of
+    a prefill, and those of 512 take about a second even of the small model."""
+    if config.max_batch_tokens is not None:
+        return config.max_batch_tokens
+    return 256 if model.device.type == "cpu" else 512

@@ -26,7 +26,6 @@ from radixkv.service.engine.batch import StepBatch
 from radixkv.service.engine.beams_steps import BeamSteps
 from radixkv.service.engine.books import Books
 from radixkv.service.engine.counters import Counters, EngineStats
-from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.inbox import Inbox
 from radixkv.service.engine.origin import Origin
 from radixkv.service.engine.packing import pack
@@ -34,6 +33,7 @@ from radixkv.service.engine.rates import PrefillRate
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.sampling import ChoiceSampler, SampledToken, sample
 from radixkv.service.engine.scheduler import Scheduler
+from radixkv.service.engine.shares import TenantShare
 from radixkv.service.engine.stopping import ChoiceStream
 from radixkv.service.engine.stream import Outbox, Stream
 from radixkv.service.engine.swap import BlockMover, Swapper

@@ -13,9 +13,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Final
 
-from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.observing import Observer
 from radixkv.service.engine.request import Request, Sequence
+from radixkv.service.engine.shares import Account
 from radixkv.stats import CacheStats
 
 STEP_SIZES: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -22,7 +22,13 @@ from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.identity.identity import CacheIdentity
 from radixkv.service.engine.adapters import Adapter, Adapters, read_settings
-from radixkv.service.engine.building import kv_dtype_of, model_of, runner_of, settings_of
+from radixkv.service.engine.building import (
+    kv_dtype_of,
+    model_of,
+    runner_of,
+    settings_of,
+    step_tokens_of,
+)
 from radixkv.service.engine.cache_view import CacheView
 from radixkv.service.engine.capacity import Capacity
 from radixkv.service.engine.choices import Choices
@@ -109,7 +115,7 @@ class Engine(Managing):
         self._core = EngineCore(
             runner_of(self._model, self.config, self._capacity.num_blocks),
             cache,
-            max_batch_tokens=self.config.max_batch_tokens,
+            max_batch_tokens=step_tokens_of(self._model, self.config),
             max_num_seqs=self.config.max_num_seqs,
             lookahead_tokens=self.config.lookahead_tokens,
             share=self.config.prefix_cache and not self.config.force_miss,

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from radixkv.errors import EngineDead, Overloaded
-from radixkv.service.engine.fairness import DEFAULT_SHARE, TenantShare
 from radixkv.service.engine.origin import Origin
+from radixkv.service.engine.shares import DEFAULT_SHARE, TenantShare
 
 
 class Gate:

@@ -19,9 +19,9 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.engine.adapters import Adapter, Adapters
 from radixkv.service.engine.beams_asking import BeamAsking
 from radixkv.service.engine.counters import EngineStats
-from radixkv.service.engine.fairness import TenantShare
 from radixkv.service.engine.gate import Gate
 from radixkv.service.engine.public_prompts import PublicPrompts, chat_prefix
+from radixkv.service.engine.shares import TenantShare
 
 
 class Managing(BeamAsking, ABC):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from radixkv.identity.identity import CacheIdentity
-from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.origin import LOCAL, Origin
 from radixkv.service.engine.params import Choice, SamplingParams
+from radixkv.service.engine.shares import Account
 from radixkv.table import BlockTable
 
 if TYPE_CHECKING:

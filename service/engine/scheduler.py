@@ -16,9 +16,10 @@ from radixkv.cache import PrefixCache
 from radixkv.service.engine.batch_work import BatchWork
 from radixkv.service.engine.beams_running import check_beams, wake_beams
 from radixkv.service.engine.counters import Counters
-from radixkv.service.engine.fairness import Account, Fairness, TenantShare
+from radixkv.service.engine.fairness import Fairness
 from radixkv.service.engine.request import Request, Sequence
 from radixkv.service.engine.running import Running
+from radixkv.service.engine.shares import Account, TenantShare
 from radixkv.service.engine.starting import Starter
 from radixkv.service.engine.swap import Swapper
 from radixkv.service.engine.waiting import Waiting

@@ -9,10 +9,11 @@ from __future__ import annotations
 from radixkv.cache import PrefixCache
 from radixkv.service.engine.admission import blocks_for, has_room, leader_of
 from radixkv.service.engine.batch_work import BatchWork
-from radixkv.service.engine.fairness import Account, Fairness
+from radixkv.service.engine.fairness import Fairness
 from radixkv.service.engine.lookups import Lookup, keep, stopped_by
 from radixkv.service.engine.request import Sequence
 from radixkv.service.engine.running import Running
+from radixkv.service.engine.shares import Account
 from radixkv.service.engine.turns import MAX_PASSES
 from radixkv.service.engine.waiting import WINDOW, Waiting
 from radixkv.service.engine.work import Plan

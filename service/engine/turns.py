@@ -11,7 +11,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from radixkv.service.engine.fairness import Account, Lane
+    from radixkv.service.engine.fairness import Lane
+    from radixkv.service.engine.shares import Account
 
 MAX_PASSES = 16
 """Admissions of others before a tenant that has the turn and no room for its next sequence; then

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from radixkv.cache import PrefixCache
-from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.request import Sequence
+from radixkv.service.engine.shares import Account
 
 MAX_SKIPS = 16
 WINDOW = 128

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from radixkv.blocks import BlockCopy
-from radixkv.service.engine.fairness import Account
 from radixkv.service.engine.request import Sequence
+from radixkv.service.engine.shares import Account
 from radixkv.service.engine.waiting import WINDOW
 from radixkv.table import BlockTable
 
