@@ -43,7 +43,7 @@ class Account:
     batch: bool
     share: TenantShare
 
-    # How things stand: see the module.
+    # How things stand: see fairness.py.
     level: float = 0.0
     ran: float = 0.0
     stride: float = 0.0

@@ -45,7 +45,7 @@ class Turns:
         return len(self._heap) == 1
 
     def next(self) -> Account:
-        """Return whose turn it is; the floor rises to his level, if he is the lowest."""
+        """Return whose turn it is; the floor rises to its level, if that is the lowest."""
         account = self._accounts[self._heap[0][-1]]
         if len(self._accounts) > 1 and account.passed < MAX_PASSES:
             self._lane.level = max(self._lane.level, account.admission_level)

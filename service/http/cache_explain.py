@@ -20,7 +20,7 @@ from radixkv.service.http.dialects import AnthropicPrompt, read_either
 from radixkv.service.http.explain_shapes import ExplainReply
 from radixkv.service.http.explaining import AskedChat, record_of
 from radixkv.service.http.extras import PROMPTS, chat_sections
-from radixkv.service.http.fields import GenerationFields, need_one_of
+from radixkv.service.http.fields import GenerationFields, need_one_of, one_of
 from radixkv.service.http.marks import CacheFields
 from radixkv.service.http.messages import ChatFields, Message, Messages
 from radixkv.service.http.schema import Prompt, prompt_list
@@ -55,7 +55,7 @@ class ExplainRequest(GenerationFields, ChatFields, CacheFields):
     @property
     def param(self) -> str:
         """The name of the field that holds the prompt."""
-        return next(n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None)
+        return one_of(self, "messages", "prompt", "tokens")
 
     @property
     def reads_cache(self) -> bool:

@@ -83,6 +83,11 @@ def need_one_of(body: BaseModel, *names: str) -> None:
         raise ValueError(f"wanted exactly one of {', '.join(others)} and {last}; got {got}")
 
 
+def one_of(body: BaseModel, *names: str) -> str:
+    """Return which of these fields, just one of which is given, it is."""
+    return next(name for name in names if getattr(body, name) is not None)
+
+
 class OriginFields(Strict):
     """What every route that brings a prompt to the engine accepts beside the prompt."""
 

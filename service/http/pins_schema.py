@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from radixkv.service.http.anthropic_schema import chat_of
 from radixkv.service.http.dialects import AnthropicPrompt
-from radixkv.service.http.fields import OriginFields, Strict, need_one_of
+from radixkv.service.http.fields import OriginFields, Strict, need_one_of, one_of
 from radixkv.service.http.marks import CacheFields, Mark, Ttl, marks_of
 from radixkv.service.http.messages import ChatFields, Message, Messages
 from radixkv.service.http.replies import RadixKV
@@ -41,9 +41,7 @@ class PromptRequest(ChatFields, OriginFields):
     @property
     def param(self) -> str:
         """The name of the field that holds the prompt."""
-        if self.messages is not None:
-            return "messages"
-        return "prompt" if self.prompt is not None else "tokens"
+        return one_of(self, "messages", "prompt", "tokens")
 
     def chat(self) -> tuple[list[Message], tuple[Mark, ...]] | None:
         """Return the messages, and where prefixes that are to stay resident end."""
